@@ -1,0 +1,230 @@
+"""The doors: from `generate` arguments to a validated call, and back to transformers' return values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from .arguments import (
+    left_padding,
+    refuse_arguments,
+    refuse_generation_config,
+    resolve_drafters,
+    resolve_target,
+    take_stop_strings,
+)
+from .config import PSDConfig
+from .drafters.base import Drafter
+from .drafters.model import ModelDrafter
+from .engine import Call, Engine
+from .hooks import StepHook, StepHookList
+from .ledger import Ledger, StopRules
+from .outputs import shape_output
+from .runner import inference_state, input_device
+from .selection import SelectionHook, make_selector
+from .stats import PSDStats, StatsHook
+from .streaming import StreamHook, ending_streamer
+from .verify.processors import ProcessorPipeline
+from .verify.sampler import Sampler
+
+_MARK = "_hf_psd_original"
+_last_stats: PSDStats | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the user asked for beyond transformers' own arguments."""
+
+    drafters: list[Drafter]
+    config: PSDConfig
+    hooks: list[StepHook]
+    streamer: Any
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None = None,
+    *,
+    assistant_models: Sequence[Any] | None = None,
+    psd: PSDConfig | Mapping[str, Any] | bool = True,
+    psd_hooks: Sequence[StepHook] = (),
+    **kwargs: Any,
+) -> Any:
+    """Decodes a batch speculatively; the result is what `model.generate(inputs, **kwargs)` gives, sooner.
+
+    Greedy output is token-identical to plain `generate` on the same batch in fp32; sampled output follows the same law.
+
+    Args:
+        model: a decoder-only causal LM (LoRA-wrapped and compiled models too).
+        inputs: [B, P] int64 prompt ids, left-padded, as in `generate`; or pass `input_ids=` and `attention_mask=`.
+        assistant_models: drafters in order: causal LMs with the target's token ids, `"prompt_lookup"`, or `Drafter`
+            objects. None means prompt lookup alone.
+        psd: True, a `PSDConfig` or a dict of its fields.
+        psd_hooks: `StepHook` objects.
+        **kwargs: arguments of `generate`.
+
+    Returns:
+        [B, P + N] int64, or transformers' `GenerateDecoderOnlyOutput` with the statistics as its attribute `psd`.
+
+    Raises:
+        ValueError, TypeError: for what cannot be honoured, before any forward of the given models, naming the argument.
+    """
+    config = PSDConfig.resolve(psd)
+    target = resolve_target(model, plain_generate(), kwargs)
+    refuse_arguments(target, kwargs)
+    drafters = resolve_drafters(target, assistant_models, kwargs)
+    hooks = list(StepHookList(psd_hooks))
+    with take_stop_strings(target, kwargs), ending_streamer(kwargs.get("streamer")) as streamer:
+        kwargs["streamer"] = streamer
+        ask = Ask(drafters, _resolve_mode(config, target, drafters), hooks, streamer)
+        decode = functools.partial(_decode, psd_ask=ask)
+        return plain_generate()(target, inputs, custom_generate=decode, **kwargs)
+
+
+def last_stats() -> PSDStats | None:
+    """Statistics of the newest speculative call of this process, None before the first."""
+    return _last_stats
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    psd_ask: Ask | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The decoding method that transformers calls once it has prepared inputs, processors and criteria."""
+    global _last_stats
+    assert psd_ask is not None
+    refuse_generation_config(generation_config, model_kwargs)
+    config, device = psd_ask.config, input_device(model)
+    prompts = input_ids.to(device)
+    padding = left_padding(model, prompts, model_kwargs.get("attention_mask"))
+    request_ids = _request_ids(config, prompts.shape[0])
+    pad = generation_config._pad_token_tensor
+    rules = StopRules.sort(stopping_criteria)
+    ledger = Ledger(
+        prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=psd_ask.streamer is not None
+    )
+    pipeline = ProcessorPipeline(logits_processor, device)
+    sampler = Sampler(
+        pipeline, generation_config.do_sample, config.verification, _seed(config, generation_config.do_sample)
+    )
+    as_dict = generation_config.return_dict_in_generate
+    call = Call(
+        model,
+        psd_ask.drafters,
+        config,
+        prompts,
+        padding,
+        sampler,
+        ledger,
+        request_ids,
+        keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
+    )
+    _last_stats = call.stats
+    hooks = StepHookList()
+    engine = Engine(call, hooks)
+    hooks.append(SelectionHook(make_selector(config.selector), lambda: engine.roster.arms))
+    hooks.append(StatsHook(call.stats))
+    if psd_ask.streamer is not None:
+        hooks.append(StreamHook(psd_ask.streamer, ledger))
+    hooks.extend(psd_ask.hooks)
+    models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
+    with torch.no_grad(), inference_state(models):
+        engine.run()
+    return shape_output(ledger, engine.kept, generation_config, input_ids.device, call.stats)
+
+
+def _resolve_mode(config: PSDConfig, target: PreTrainedModel, drafters: list[Drafter]) -> PSDConfig:
+    if config.mode != "auto":
+        return config
+    apart = any(drafter.device not in (None, input_device(target)) for drafter in drafters)
+    return replace(config, mode="psd" if apart else "sd")
+
+
+def _seed(config: PSDConfig, do_sample: bool) -> int:
+    """One draw from torch's default generator per sampling call, none when greedy, unless the seed is given."""
+    if config.seed is not None:
+        return config.seed
+    return int(torch.randint(2**62, (1,))) if do_sample else 0
+
+
+def _request_ids(config: PSDConfig, batch: int) -> list[int]:
+    if config.request_ids is None:
+        return list(range(batch))
+    ids = [int(number) for number in config.request_ids]
+    if len(ids) != batch or min(ids) < 0 or max(ids) >= 2**31:
+        raise ValueError(
+            f"psd: request_ids must be {batch} ints in 0 .. 2**31 - 1, one per row, got {config.request_ids!r}."
+        )
+    return ids
+
+
+def plain_generate() -> Callable[..., Any]:
+    """transformers' own `generate`, whether or not it is wrapped."""
+    current = GenerationMixin.generate
+    return getattr(current, _MARK, current)
+
+
+def enable() -> None:
+    """Makes `model.generate(..., psd=...)` work on every instance. Importing the package does it; calls may repeat."""
+    if not hasattr(GenerationMixin.generate, _MARK):
+        GenerationMixin.generate = _wrap(GenerationMixin.generate)
+
+
+def disable() -> None:
+    """Gives transformers its own `generate` back."""
+    GenerationMixin.generate = plain_generate()
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate_or_speculate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not {"psd", "assistant_models", "psd_hooks"} & kwargs.keys():
+            return original(self, *args, **kwargs)
+        return _dispatch(original, self, *args, **kwargs)
+
+    setattr(generate_or_speculate, _MARK, original)
+    return generate_or_speculate
+
+
+def _dispatch(
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    psd: Any = None,
+    assistant_models: Sequence[Any] | None = None,
+    psd_hooks: Sequence[StepHook] = (),
+    **kwargs: Any,
+) -> Any:
+    if psd is not None and psd is not False:
+        return generate(
+            model, *_only_inputs(args), assistant_models=assistant_models, psd=psd, psd_hooks=psd_hooks, **kwargs
+        )
+    for name, given in (("assistant_models", assistant_models is not None), ("psd_hooks", bool(psd_hooks))):
+        if psd is None and given:
+            raise ValueError(f"{name} needs psd=True (or psd=False to decode plainly).")
+    return original(model, *args, **kwargs)
+
+
+def _only_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(args) > 1:
+        raise TypeError("psd: pass the arguments of generate after `inputs` by keyword.")
+    return args
+
+
+class PSDGenerationMixin:
+    """For classes that should speculate without a wrapped library: `class MyModel(PSDGenerationMixin, LlamaForCausalLM)`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of transformers, with `psd=`, `assistant_models=` and `psd_hooks=`."""
+        return _dispatch(plain_generate(), self, *args, **kwargs)

@@ -1,0 +1,196 @@
+"""What users pass: resolved, or refused in one line that names the argument, the reason and the remedy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from .drafters.base import Drafter
+from .drafters.model import ModelDrafter
+from .drafters.prompt_lookup import PromptLookup
+from .support import check_supported
+
+_REFUSED = {
+    "assistant_model": "pass drafters as assistant_models=[...] only.",
+    "assistant_tokenizer": "drafters must share the target's tokenizer; leave it out.",
+    "custom_generate": "psd is itself a generation method; drop one of the two.",
+    "prompt_lookup_num_tokens": "pass assistant_models=['prompt_lookup'] and set gamma.",
+    "inputs_embeds": "drafters need token ids; pass input_ids.",
+    "past_key_values": "a cache of an earlier turn is not read; pass the whole text as input_ids.",
+    "cache": "a cache of an earlier turn is not read; pass the whole text as input_ids.",
+    "position_ids": "positions follow from the attention mask; leave them out.",
+    "adapter_names": "per-row adapters assume that the whole batch runs at once; use one adapter for all rows.",
+    "synced_gpus": "ranks would run different numbers of steps; use plain generate.",
+    "negative_prompt_ids": "guidance keeps a cache of its own that cannot be rolled back; use plain generate.",
+    "assistant_early_exit": "pass drafters as assistant_models=[...] only.",
+}
+_KNOWN_MODEL_KWARGS = {
+    "attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "use_cache", "cache_position",
+    "output_attentions", "output_hidden_states", "return_dict",
+}  # fmt: skip
+
+
+def resolve_target(model: Any, plain: Callable[..., Any], kwargs: dict[str, Any]) -> PreTrainedModel:
+    """The causal LM inside LoRA or `torch.compile` wrappers."""
+    target = _unwrap(model, "the target")
+    own = getattr(type(target), "generate", None)
+    inherited = (plain, GenerationMixin.generate)
+    if own not in inherited and not any(vars(base).get("generate") is own for base in _psd_bases(type(target))):
+        raise ValueError(
+            f"psd: {type(target).__name__} has a `generate` of its own, which psd cannot serve; call it without psd."
+        )
+    check_supported(target, "the target")
+    return target
+
+
+def _psd_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base.__name__ == "PSDGenerationMixin"]
+
+
+def resolve_drafters(target: PreTrainedModel, entries: Sequence[Any] | None, kwargs: dict[str, Any]) -> list[Drafter]:
+    """The drafters for `assistant_models`; checks everything that can be known before a forward."""
+    if entries is None:
+        entries = ["prompt_lookup"]
+    if isinstance(entries, (str, torch.nn.Module)) or not isinstance(entries, Sequence):
+        raise TypeError(
+            f"assistant_models must be a list of drafters, got {type(entries).__name__}; wrap it in a list."
+        )
+    if not entries:
+        raise ValueError("assistant_models is empty: name at least one drafter, or leave it out for prompt lookup.")
+    return [_resolve_drafter(entry, number) for number, entry in enumerate(entries)]
+
+
+def _resolve_drafter(entry: Any, number: int) -> Drafter:
+    name = f"assistant_models[{number}]"
+    if isinstance(entry, Drafter):
+        return entry
+    if isinstance(entry, str):
+        if entry != "prompt_lookup":
+            raise ValueError(
+                f"{name} is {entry!r}; the only drafter known by name is 'prompt_lookup'. Load the model first."
+            )
+        return PromptLookup()
+    if not isinstance(entry, torch.nn.Module):
+        raise TypeError(f"{name} must be a causal LM, 'prompt_lookup' or a Drafter, got {type(entry).__name__}.")
+    model = _unwrap(entry, name)
+    if any(parameter.is_meta for parameter in model.parameters()) and not hasattr(model, "hf_device_map"):
+        raise ValueError(f"{name} ({type(model).__name__}) is on the meta device; load its weights first.")
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"{name} ({type(model).__name__}) is not a causal LM with a language modelling head.")
+    check_supported(model, name)
+    return ModelDrafter(model, number)
+
+
+def _unwrap(model: Any, name: str) -> PreTrainedModel:
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if getattr(model.active_peft_config, "is_prompt_learning", False):
+            raise ValueError(f"psd: {name} uses prompt tuning, whose virtual tokens are not in the prompt; use LoRA.")
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"psd: {name} must be a transformers model, got {type(model).__name__}.")
+    return model
+
+
+def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Refuses arguments of `generate` that speculative decoding cannot honour."""
+    for name, advice in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"psd: {name} cannot be used with psd; {advice}")
+    given = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
+    if (given or getattr(target.generation_config, "cache_implementation", None)) == "paged":
+        raise ValueError("psd: cache_implementation='paged' cannot be combined with psd, which keeps a cache of its own.")
+    tokenizer = kwargs.get("tokenizer")
+    for number, other in enumerate(kwargs.pop("assistant_tokenizers", None) or []):
+        if tokenizer is None or tokenizer.get_vocab() != other.get_vocab():
+            raise ValueError(
+                f"psd: assistant_tokenizers[{number}] does not map text to the same ids as the target's tokenizer; "
+                "use a drafter with the target's tokenizer."
+            )
+
+
+def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuses settings of the merged generation config, and model inputs beyond text."""
+    refusals = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "num_beam_groups": (getattr(config, "num_beam_groups", None) or 1) > 1,
+        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+        "use_mtp": bool(getattr(config, "use_mtp", None)),
+        "token_healing": bool(config.token_healing),
+        "output_attentions": bool(config.output_attentions),
+        "output_hidden_states": bool(config.output_hidden_states),
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
+    }
+    for name, refused in refusals.items():
+        if refused:
+            raise ValueError(f"psd: {name}={getattr(config, name)!r} cannot be combined with psd; use plain generate.")
+    extra = [name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS]
+    if extra:
+        raise ValueError(
+            f"psd: model input(s) {', '.join(extra)} are not supported with psd; only text ids and their mask."
+        )
+
+
+def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+    """Left-padding columns of each row of `prompts` [B, P]; checks ids, mask [B, P] and length."""
+    batch, columns = prompts.shape
+    vocab = model.get_input_embeddings().weight.shape[0]
+    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
+    real = mask.bool()
+    padding = (~real).sum(1)
+    expected = torch.arange(columns, device=prompts.device) >= padding[:, None]
+    outside = ((prompts < 0) | (prompts >= vocab)) & real
+    empty, holes, strange, longest = torch.stack(
+        [(padding == columns).any(), (real != expected).any(), outside.any(), (columns - padding).max()]
+    ).tolist()
+    if empty:
+        raise ValueError("psd: attention_mask has a row without any token; every row needs a prompt.")
+    if holes:
+        raise ValueError(
+            "psd: attention_mask must be zeros then ones in every row (left padding); set padding_side='left' on the tokenizer."
+        )
+    if strange:
+        raise ValueError(f"psd: input_ids must lie in 0 .. {vocab - 1}, the target's vocabulary.")
+    if window is not None and longest > window:
+        raise ValueError(
+            f"psd: a prompt of {longest} tokens is longer than the model's {window} positions; shorten it."
+        )
+    return padding.tolist()
+
+
+@contextmanager
+def take_stop_strings(target: PreTrainedModel, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Turns `stop_strings`, from wherever generate would take them, into a stopping criterion in `kwargs`.
+
+    transformers drops the tokenizer on the way to a custom decoding method, and then refuses the stop strings.
+    """
+    tokenizer = kwargs.pop("tokenizer", None)
+    given: GenerationConfig | None = kwargs.get("generation_config")
+    stop_strings = kwargs.pop("stop_strings", None)
+    if given is not None and given.stop_strings is not None:
+        stop_strings = given.stop_strings if stop_strings is None else stop_strings
+        kwargs["generation_config"] = given = copy.deepcopy(given)
+        given.stop_strings = None
+    default = target.generation_config
+    if default is not None and default.stop_strings is not None:
+        stop_strings = default.stop_strings if stop_strings is None else stop_strings
+        target.generation_config = copy.deepcopy(default)
+        target.generation_config.stop_strings = None
+    try:
+        if stop_strings is not None:
+            if tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to generate.")
+            criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+        yield
+    finally:
+        target.generation_config = default

@@ -1,0 +1,118 @@
+"""Ragged KV on the device: every request owns a slot and writes at its own offset; rollback is not counting a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class KVAddress:
+    """Where one forward reads and writes: shared by all layers of a `RaggedCache`, replaced before each forward.
+
+    Attributes:
+        slots: [R] int64, the slot of each row of the forward.
+        positions: [R, T] int64, the position of each token; `capacity` is the trash position.
+        kv_length: how many leading positions of each slot attention may read.
+        span: `(first, last + 1)` when `slots` is exactly that range, so that reading needs no copy; else None.
+    """
+
+    def __init__(self, slots: torch.Tensor, positions: torch.Tensor, kv_length: int, span: tuple[int, int] | None):
+        self.slots, self.positions, self.kv_length, self.span = slots, positions, kv_length, span
+
+    def on(self, device: torch.device) -> KVAddress:
+        """The same address on another device (a model split over several)."""
+        if self.slots.device == device:
+            return self
+        return KVAddress(self.slots.to(device), self.positions.to(device), self.kv_length, self.span)
+
+
+class SlotKV(CacheLayerMixin):
+    """One layer's keys and values, [slots, capacity + 1, heads, head_dim]; the last position takes writes nobody reads."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # full-length buffers even for sliding layers: the window lives in the mask
+
+    def __init__(self, owner: RaggedCache):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device, self.dtype = key_states.device, key_states.dtype
+        rows, trash = self.owner.slot_count, 1
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (rows, self.owner.capacity + trash, states.shape[1], states.shape[3])
+            try:
+                setattr(self, name, states.new_zeros(shape))
+            except RuntimeError as error:
+                size = 2 * len(self.owner.layers) * states.element_size() * torch.Size(shape).numel() / 2**30
+                raise type(error)(
+                    f"psd: no memory for the KV cache: {size:.2f} GiB for {rows} rows of {self.owner.capacity} tokens. "
+                    f"Lower the batch, `max_new_tokens` or `gamma`. ({error})"
+                ) from error
+        self.is_initialized = True
+
+    def write(self, at: KVAddress, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Stores [R, heads, T, head_dim] states at their slots and positions."""
+        index = (at.slots[:, None], at.positions)
+        self.keys.index_put_(index, key_states.transpose(1, 2))
+        self.values.index_put_(index, value_states.transpose(1, 2))
+
+    def read(self, at: KVAddress) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the forward's rows, [R, heads, kv_length, head_dim]; a view if the rows are a range."""
+        return self._rows(self.keys, at), self._rows(self.values, at)
+
+    def _rows(self, states: torch.Tensor, at: KVAddress) -> torch.Tensor:
+        states = states[:, : at.kv_length]
+        rows = states[slice(*at.span)] if at.span is not None else states.index_select(0, at.slots)
+        return rows.transpose(1, 2)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        at = self.owner.address_on(key_states.device)
+        self.write(at, key_states, value_states)
+        return self.read(at)
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.owner.address.kv_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.address.kv_length if self.owner.address is not None else 0
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    get_max_cache_shape = get_max_length
+
+
+class RaggedCache(Cache):
+    """A `transformers` cache whose rows are independent requests.
+
+    Args:
+        layers: number of attention layers.
+        slots: number of requests that can be held at once.
+        capacity: tokens per request.
+    """
+
+    def __init__(self, layers: int, slots: int, capacity: int):
+        self.slot_count, self.capacity = slots, capacity
+        self.address: KVAddress | None = None
+        self._per_device: dict[torch.device, KVAddress] = {}
+        super().__init__(layers=[SlotKV(self) for _ in range(layers)])
+
+    def point_at(self, address: KVAddress) -> None:
+        """Sets where the next forward reads and writes."""
+        self.address = address
+        self._per_device = {address.slots.device: address}
+
+    def address_on(self, device: torch.device) -> KVAddress:
+        if device not in self._per_device:
+            assert self.address is not None
+            self._per_device[device] = self.address.on(device)
+        return self._per_device[device]
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("psd: a ragged cache rolls back by not counting tokens; it cannot be cropped.")

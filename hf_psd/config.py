@@ -1,0 +1,113 @@
+"""`PSDConfig`: every setting of a speculative `generate` call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "mode": ("auto", "ar", "sd", "psd"),
+    "verification": ("rejection", "coupled"),
+    "reward": ("acceptance", "goodput"),
+    "attention": ("auto", "native", "triton"),
+    "cuda_graphs": ("auto", True, False),
+    "fused_ops": ("auto", True, False),
+    "compile": (True, False),
+    "per_request": (True, False),
+}
+# Settings whose machinery is not built yet accept only the value that describes today's behaviour.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "reward": ("acceptance",),
+    "attention": ("auto", "native"),
+    "cuda_graphs": ("auto", False),
+    "fused_ops": ("auto", False),
+    "compile": (False,),
+    "per_request": (False,),
+    "context": (None,),
+    "max_batch_size": (None,),
+    "block_size": (None,),
+    "kv_memory": (None,),
+}
+
+
+@dataclass(frozen=True)
+class PSDConfig:
+    """Settings of one speculative call, given as `psd=PSDConfig(...)`, `psd={...}` or `psd=True` (all defaults).
+
+    Attributes:
+        gamma: Draft tokens per row and round, an int >= 1. Rows whose drafts keep failing draft fewer.
+        mode: `"ar"` decodes plainly, `"sd"` drafts and verifies the whole batch in turn, `"psd"` alternates two halves of
+            the batch. `"auto"` is `"psd"` if a drafter lives on another device than the target, else `"sd"`.
+        verification: How sampled drafts are judged; the output law is the target's either way. `"rejection"`: Leviathan
+            et al. 2023 (arXiv 2211.17192). `"coupled"`: target and drafter share their noise (Daliri et al. 2024,
+            arXiv 2408.07978), so the text depends on the seed alone, not on drafters, gamma, mode or batch split.
+        selector: Who chooses each row's drafter: `"composite"` (prompt lookup where the context has a match, else a model
+            drafter, several models in turn) or an object with `plan` and `feedback` (see `hf_psd.selection.Selector`).
+        reward: What a learning selector maximises.
+        per_request: Let requests of one step use different model drafters.
+        context: A tag for selectors that learn per domain.
+        seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
+        request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row number.
+        max_batch_size: Seats of the continuous batching queue.
+        block_size: Tokens per KV block.
+        kv_memory: Bytes for KV blocks.
+        attention: `"native"` uses the model's own attention with explicit masks.
+        cuda_graphs: Capture the step in CUDA graphs.
+        fused_ops: Use fused RMSNorm, RoPE and SwiGLU where installed.
+        compile: Use `torch.compile` on the step.
+
+    Raises:
+        ValueError: a value outside the allowed ones, or one that this version does not serve yet.
+    """
+
+    gamma: int | str = 4
+    mode: str = "auto"
+    verification: str = "rejection"
+    selector: Any = "composite"
+    reward: str = "acceptance"
+    per_request: bool = False
+    context: str | None = None
+    seed: int | None = None
+    request_ids: Sequence[int] | None = None
+    max_batch_size: int | None = None
+    block_size: int | None = None
+    kv_memory: int | None = None
+    attention: str = "auto"
+    cuda_graphs: str | bool = "auto"
+    fused_ops: str | bool = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            _require(name, getattr(self, name), allowed, "must be one of")
+        for name, allowed in _NOT_YET.items():
+            _require(name, getattr(self, name), allowed, "is not served by this version except as")
+        if isinstance(self.gamma, bool) or not isinstance(self.gamma, int) or self.gamma < 1:
+            raise ValueError(f"psd: gamma must be an int >= 1, got {self.gamma!r}; mode='ar' decodes without drafts.")
+        if isinstance(self.selector, str) and self.selector != "composite":
+            raise ValueError(f"psd: selector must be 'composite' or a selector object, got {self.selector!r}.")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
+
+    @classmethod
+    def resolve(cls, psd: PSDConfig | Mapping[str, Any] | bool) -> PSDConfig:
+        """Turns the `psd=` argument (True, a mapping or a config) into a config."""
+        if isinstance(psd, PSDConfig):
+            return psd
+        if psd is True:
+            return cls()
+        if isinstance(psd, Mapping):
+            names = [field.name for field in fields(cls)]
+            unknown = sorted(set(psd) - set(names))
+            if unknown:
+                raise ValueError(
+                    f"psd: unknown field(s) {', '.join(map(repr, unknown))}; known are {', '.join(names)}."
+                )
+            return cls(**psd)
+        raise TypeError(f"psd must be True, a PSDConfig or a dict of its fields, got {type(psd).__name__}.")
+
+
+def _require(name: str, value: Any, allowed: tuple[Any, ...], verb: str) -> None:
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        raise ValueError(f"psd: {name} {verb} {', '.join(map(repr, allowed))}; got {value!r}.")

@@ -1,0 +1,133 @@
+"""What a drafter is: proposes tokens, is told what was accepted, never touches a model's weights or state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..phases import Request
+from ..state import Limits, View
+from ..verify.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts for R requests.
+
+    Attributes:
+        ids: [R, gamma] int64, -1 after a row's last draft (a row may have none).
+        scores: [R, gamma, V] fp32 processed scores each id was sampled from (V: the target's vocabulary), or None when the
+            ids carry probability 1 (`point_mass`) or no scores are needed (greedy and coupled verification).
+        point_mass: True if the ids are a deterministic function of the committed tokens.
+        failed: [R] bool, rows where the drafter's model gave NaN; None if it cannot.
+    """
+
+    ids: torch.Tensor
+    scores: torch.Tensor | None = None
+    point_mass: bool = False
+    failed: torch.Tensor | None = None
+
+    def check(self, rows: int, session: Session) -> None:
+        """Raises a `ValueError` for what verification could not use; values are not looked at."""
+        gamma, vocab = session.limits.gamma, session.vocab_size
+        if self.ids.shape != (rows, gamma) or self.ids.dtype != torch.long:
+            raise ValueError(f"ids must be int64 [{rows}, {gamma}], got {self.ids.dtype} {list(self.ids.shape)}")
+        if self.scores is not None and self.scores.shape != (rows, gamma, vocab):
+            raise ValueError(f"scores must be [{rows}, {gamma}, {vocab}], got {list(self.scores.shape)}")
+        if session.sampler.needs_scores and self.scores is None and not self.point_mass:
+            raise ValueError("drafts of rejection sampling need the scores they were sampled from, or point_mass")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One turn of drafting for a group.
+
+    Attributes:
+        view: the group's device state, on the drafter's device.
+        requests: the same rows as the host knows them.
+        budgets: drafts asked for, per row, each 0 .. gamma.
+    """
+
+    view: View
+    requests: Sequence[Request]
+    budgets: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verification as drafters see it, on the target's device.
+
+    Attributes:
+        view: the group *after* the commit.
+        accepted: [R] int64, drafts accepted.
+        hidden_states: the target's hidden states of the verified block, a tuple over layers of [R, T, H], for drafters with
+            `needs_hidden_states`; else None. Position 0 belongs to the last token committed before the drafts.
+    """
+
+    view: View
+    accepted: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a drafter may know about the call it serves.
+
+    Attributes:
+        limits: sizes of the call.
+        sampler: draws draft tokens so that the verification law holds.
+        device: the target's device.
+        vocab_size: width of the target's logits.
+        warn: says something to the user once per call.
+    """
+
+    limits: Limits
+    sampler: Sampler
+    device: torch.device
+    vocab_size: int
+    warn: Callable[[str], None]
+
+
+class Drafter:
+    """Base class of all drafters; subclasses override `draft` and whatever else they need.
+
+    Attributes:
+        name: shown in statistics.
+        device: where `draft` runs; None means the target's device.
+        needs_hidden_states: `commit` gets the target's hidden states (feature-level heads such as EAGLE or Medusa).
+        draft_ahead: `ahead` is called while the rows are being verified (pre-verification as in PEARL).
+        announces: `announce` tells how many drafts it has for a row's next turn before it is asked.
+        forwards: model forwards of this call so far.
+    """
+
+    name = "drafter"
+    device: torch.device | None = None
+    needs_hidden_states = False
+    draft_ahead = False
+    announces = False
+    forwards = 0
+
+    def start(self, session: Session) -> None:
+        """A call begins."""
+
+    def prefill(self, view: View) -> None:
+        """The prompts are known; a drafter may read them now or when it first drafts."""
+
+    def draft(self, task: Task) -> Proposal:
+        """Proposes up to `task.budgets` tokens per row, which may be fewer (a ragged budget)."""
+        raise NotImplementedError
+
+    def ahead(self, view: View, draft_ids: torch.Tensor) -> None:
+        """Rows of `view` with drafts [R, T - 1] (-1: none) are being verified; `draft` may build on them later."""
+
+    def commit(self, outcome: Outcome) -> None:
+        """Tokens were committed. Runs on the target's lane, for all rows verified, also those others drafted for."""
+
+    def announce(self, view: View) -> torch.Tensor:
+        """[R] int64, drafts this drafter will have for each row's next turn. Runs after `commit`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The call is over, also after an error; drop every reference to its tensors."""

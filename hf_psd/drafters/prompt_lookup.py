@@ -1,0 +1,84 @@
+"""Prompt lookup: drafts what followed the last occurrence of the row's newest n-gram (Saxena 2023, prompt lookup decoding)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..runner import upload
+from ..state import View
+from .base import Drafter, Outcome, Proposal, Session, Task
+
+
+class PromptLookup(Drafter):
+    """Drafts by copying from the row's own context; needs no model.
+
+    The longest match wins (from `max_ngram` down to `min_ngram` tokens), among equals the latest. The search is one
+    vectorised pass over all rows and runs right after each commit, so that the number of drafts is known a step ahead.
+
+    Args:
+        max_ngram: longest suffix that is looked up, in tokens.
+        min_ngram: shortest one.
+    """
+
+    name = "prompt_lookup"
+    announces = True
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 2):
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"psd: need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}.")
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self._found: torch.Tensor | None = None
+
+    def start(self, session: Session) -> None:
+        limits = session.limits
+        self._gamma = limits.gamma
+        self._found = torch.full((limits.slots, limits.gamma), -1, dtype=torch.long, device=session.device)
+
+    def prefill(self, view: View) -> None:
+        self._search(view)
+
+    def commit(self, outcome: Outcome) -> None:
+        self._search(outcome.view)
+
+    def announce(self, view: View) -> torch.Tensor:
+        assert self._found is not None
+        return (self._found.index_select(0, view.rows.slots) >= 0).sum(1)
+
+    def draft(self, task: Task) -> Proposal:
+        assert self._found is not None
+        found = self._found.index_select(0, task.view.rows.slots)
+        budget = upload(task.budgets, found.device)
+        step = torch.arange(self._gamma, device=found.device)
+        return Proposal(torch.where(step < budget[:, None], found, -1), point_mass=True)
+
+    def end(self) -> None:
+        self._found = None
+
+    def _search(self, view: View) -> None:
+        assert self._found is not None
+        self._found.index_copy_(0, view.rows.slots, continuation(view, self._gamma, self.max_ngram, self.min_ngram))
+
+
+def continuation(view: View, count: int, max_ngram: int, min_ngram: int) -> torch.Tensor:
+    """Up to `count` tokens that followed the best earlier match of each row's suffix: [R, count] int64, -1 where none.
+
+    Padding columns never match, and a match must be followed by at least one committed token.
+    """
+    tokens, end = view.tokens, (view.padding + view.length)[:, None]
+    width = tokens.shape[1]
+    column = torch.arange(width, device=tokens.device)
+    # `matched[r, c]`: how many tokens before column c agree with the row's suffix, walking backwards from both.
+    matched = torch.zeros_like(tokens)
+    alive = (column < end) & (column > view.padding[:, None])
+    for back in range(1, max_ngram + 1):
+        suffix = tokens.gather(1, (end - back).clamp(min=0))
+        earlier = tokens[:, : width - back] == suffix
+        inside = column[back:] - back >= view.padding[:, None]
+        alive = torch.cat([torch.zeros_like(alive[:, :back]), alive[:, back:] & earlier & inside], 1)
+        matched = torch.where(alive, back, matched)
+    matched = torch.where(matched >= min_ngram, matched, 0)
+    best = (matched * width + column).argmax(1, keepdim=True)
+    hit = matched.gather(1, best) > 0
+    source = best + torch.arange(count, device=tokens.device)
+    usable = hit & (source < end)
+    return torch.where(usable, tokens.gather(1, source.clamp(max=width - 1)), -1)

@@ -1,0 +1,252 @@
+"""The step loop: draft one group while the target verifies the other; the host reads one step late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from .config import PSDConfig
+from .drafters.base import Drafter, Outcome, Session
+from .hooks import StepContext, StepHookList
+from .lanes import HostRing, Lane
+from .ledger import Ledger
+from .phases import BatchManager, Request
+from .roster import Roster
+from .runner import ModelRunner, Rows, upload
+from .selection import Plan
+from .state import Limits, SequenceState
+from .stats import DrafterStats, PSDStats
+from .verification import cut, judge
+from .verify.sampler import Judgement, Sampler
+
+
+@dataclass
+class Call:
+    """Everything one call needs, validated.
+
+    Attributes:
+        model: the target.
+        drafters: drafters in the user's order.
+        config: settings; `mode` is resolved.
+        prompts: [B, P] int64, left-padded, on the target's input device.
+        padding: left-padding columns per row.
+        sampler: the output law.
+        ledger: the host's record, which also knows how the call ends.
+        request_ids: noise key per row.
+        keep_scores: whether processed scores and raw logits of each new token are wanted.
+    """
+
+    model: PreTrainedModel
+    drafters: list[Drafter]
+    config: PSDConfig
+    prompts: torch.Tensor
+    padding: list[int]
+    sampler: Sampler
+    ledger: Ledger
+    request_ids: list[int]
+    keep_scores: bool = False
+    stats: PSDStats = field(default_factory=PSDStats)
+
+
+@dataclass
+class Verification:
+    """A verification on its way to the host."""
+
+    step: int
+    requests: list[Request]
+    width: int
+    judgement: Judgement | None
+
+
+class Engine:
+    """Runs one call to its end. `run` may be called once."""
+
+    def __init__(self, call: Call, hooks: StepHookList):
+        self.call, self.hooks, self.stats = call, hooks, call.stats
+        rules, batch = call.ledger.rules, call.prompts.shape[0]
+        self.gamma = int(call.config.gamma)
+        self.limits = Limits(batch, rules.max_columns, self.gamma)
+        self.runner = ModelRunner(call.model, batch, self.limits.capacity)
+        device = self.runner.device
+        self.state = SequenceState(self.limits, device, call.ledger.pad_id)
+        self.eos = torch.tensor(rules.eos_ids, dtype=torch.long, device=device) if rules.eos_ids else None
+        self.lane = Lane(device)
+        self.ring = HostRing(device)
+        drafting = call.config.mode != "ar"
+        self.manager = BatchManager(groups=2 if call.config.mode == "psd" else 1, drafting=drafting)
+        self.roster = Roster(call.drafters if drafting else [], device, call.stats)
+        self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
+        self.step = -1
+
+    def run(self) -> None:
+        """Decodes until every row has ended; the texts are in the call's ledger."""
+        try:
+            self.lane.begin()
+            self.roster.lane.begin()
+            self._start()
+            while self._advance():
+                pass
+            self.stats.emitted = sum(map(len, self.call.ledger.rows))
+        finally:
+            self.lane.finish()
+            self.roster.finish()
+            self.hooks.end(self._context([]))
+
+    def _start(self) -> None:
+        """Reads the prompts: all but their last token, which the first verification feeds."""
+        call, device = self.call, self.runner.device
+        batch, columns = call.prompts.shape
+        max_columns = call.ledger.rules.max_columns
+        self._describe()
+        requests = [
+            Request(row, row, padding, columns - padding, max_columns - padding)
+            for row, padding in enumerate(call.padding)
+        ]
+        context = self._context(requests)
+        context.prompts = call.prompts
+        self.hooks.call("on_start", context)
+        vocab = self.runner.vocab_size
+        session = Session(self.limits, call.sampler, device, vocab, self.roster.warn_once)
+        with self.lane.work():
+            padding = upload(call.padding, device)
+            request_ids = upload(call.request_ids, device)
+            self.state.fill(call.prompts, padding, max_columns, request_ids)
+            rows = Rows(range(batch), device)
+            positions = torch.arange(columns, device=device) - padding[:, None]
+            self.runner.feed(rows, call.prompts[:, :-1], positions[:, :-1], columns)
+            self.roster.start(session, self.state.view(rows))
+        self.lane.mark()
+        self.manager.add(requests)
+
+    def _describe(self) -> None:
+        call, stats = self.call, self.stats
+        stats.mode = call.config.mode
+        stats.by_drafter = [DrafterStats(drafter.name) for drafter in call.drafters]
+        stats.placement = {"target": str(self.runner.device)}
+        stats.placement |= {drafter.name: str(drafter.device or self.runner.device) for drafter in call.drafters}
+
+    def _advance(self) -> bool:
+        """One step: launch its work, then read what the step before it gave. False when there is nothing left."""
+        step = self.manager.next_step()
+        if not step.verify and not step.draft:
+            left = len(self.ring) > 0
+            self._absorb_before(self.step + 1)
+            return left
+        plan = self._plan(step.draft) if step.draft else []
+        if not plan and not step.verify:
+            self.manager.advance(step)  # nobody drafts: verify at once instead of spending a step on nothing
+            return True
+        self.step += 1
+        self.roster.lane.follow(self.lane)
+        self.lane.follow(self.roster.lane)
+        if step.verify:
+            self._verify(step.verify)
+        if plan:
+            context = self._context(step.draft)
+            context.plan = plan
+            context.drafts = self.roster.draft(self.state, step.draft, plan)
+            self.hooks.call("after_draft", context)
+        self.manager.advance(step)
+        self._absorb_before(self.step)
+        return True
+
+    def _plan(self, requests: list[Request]) -> Plan:
+        """Asks the selector for budgets and clips them to what each row can still use; [] if nobody drafts."""
+        context = self._context(requests)
+        self.hooks.call("before_draft", context)
+        plan: Plan = []
+        for key, budgets in context.plan or []:
+            clipped = [max(0, min(budget, self.gamma, request.room)) for budget, request in zip(budgets, requests)]
+            if key in self.roster.alive and any(clipped):
+                plan.append((key, clipped))
+        for row, request in enumerate(requests):
+            request.proposals = [(key, budgets[row]) for key, budgets in plan if budgets[row] > 0]
+        return plan
+
+    def _verify(self, requests: list[Request]) -> None:
+        pending = [request.pending() for request in requests]
+        width = 1 + max(max(0, min(count, request.room)) for request, (_, count) in zip(requests, pending))
+        context = self._context(requests)
+        context.width = width
+        with self.lane.work():
+            rows = Rows([request.slot for request in requests], self.runner.device)
+            view = self.state.view(rows)
+            drafts = self.state.draft_ids.index_select(0, rows.slots)[:, : width - 1]
+            context.slots, context.drafts = rows.slots, drafts
+            self.hooks.call("before_verify", context)
+            self.roster.draft_ahead(view, drafts)
+            bound = max(request.most for request in requests) + width
+            judgement, hidden_states = judge(
+                self.runner, self.call.sampler, self.state, view, drafts, bound, self.roster.needs_hidden_states
+            )
+            counts, ended = cut(view, judgement, self.eos)
+            self.state.commit(view, judgement.ids, counts, ended)
+            failed = self.state.failed_drafter.index_select(0, rows.slots)
+            source = self.state.source.index_select(0, rows.slots)
+            self.state.clear_drafts(rows)
+            accepted, drafted = judgement.counts - 1, (drafts >= 0).sum(1)
+            announced = self.roster.commit(Outcome(self.state.view(rows), accepted, hidden_states))
+            numbers = [counts, accepted, drafted, ended.long(), judgement.bad.long(), failed, source, *announced]
+            packet = torch.cat([judgement.ids, torch.stack(numbers, 1)], 1)
+            kept = judgement if self.call.keep_scores else None
+            self.ring.push(Verification(self.step, requests, width, kept), packet)
+        self.lane.mark()
+        for request, (likely_source, _) in zip(requests, pending):
+            request.unread.append(width)
+            request.source = likely_source
+            request.proposals = []
+        self.hooks.call("after_verify", context)
+
+    def _absorb_before(self, step: int) -> None:
+        """Reads every verification launched before `step`."""
+        while len(self.ring) and self.ring.oldest.step < step:
+            self._absorb(*self.ring.pop())
+
+    def _absorb(self, verification: Verification, packet: list[list[int]]) -> None:
+        ledger, width = self.call.ledger, verification.width
+        context = self._context([])
+        context.width = width
+        for row, (request, numbers) in enumerate(zip(verification.requests, packet)):
+            count, accepted, drafted, ended, bad, failed, source, *announced = numbers[width:]
+            available = dict(zip(self.roster.announcers, announced))
+            if ledger.ended[request.index]:  # an over-run step of a row that ended before it
+                request.learn([], 0, available)
+                continue
+            if bad:
+                raise RuntimeError(
+                    f"psd: row {request.index} of the target's scores has NaN, +inf or no possible token at all "
+                    f"(new token {len(request.tokens) + 1}). Check the model's dtype and the logits processors."
+                )
+            if failed >= 0:
+                self.roster.retire(failed, "it gave NaN or no finite logit")
+            stands = ledger.append(request.index, numbers[:count], bool(ended))
+            emitted = numbers[:stands]
+            request.learn(emitted, count, available)
+            if verification.judgement is not None:
+                scores, logits = verification.judgement.scores[row], verification.judgement.logits[row]
+                self.kept[request.index] += [(scores[i].clone(), logits[i].clone()) for i in range(stands)]
+            context.requests.append(request)
+            context.emitted.append(emitted)
+            context.drafted.append(drafted)
+            context.accepted.append(accepted)
+            context.source.append(source if drafted else None)
+        if not context.requests:
+            return
+        ledger.settle()
+        for request in list(self.manager.requests):
+            if ledger.ended[request.index]:
+                self.manager.finish(request)
+        self.hooks.call("on_commit", context)
+
+    def _context(self, requests: list[Request]) -> StepContext:
+        return StepContext(
+            self.step,
+            requests,
+            self.gamma,
+            stream=self.lane.stream,
+            stats=self.stats,
+            batch_size=self.limits.slots,
+            balance=self.manager.balance if self.manager.groups == 2 else None,
+        )

@@ -1,0 +1,105 @@
+"""Step hooks: observers and deciders of the step loop, in the manner of transformers' logits processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .phases import Request
+
+if TYPE_CHECKING:
+    from .selection import Plan
+
+
+@dataclass
+class StepContext:
+    """What a hook is told. Device tensors must not be waited for; what a hook needs on the host comes in `on_commit`.
+
+    Attributes:
+        step: number of the step, from 0; -1 before the first.
+        requests: the requests concerned.
+        slots: [R] int64 on the target's device, their slots; None where no tensor work is due.
+        gamma: the most drafts a row can have.
+        plan: who drafts how much; `before_draft` hooks may set it.
+        drafts: [R, T - 1] int64 on the device in `after_draft` and `before_verify`, -1 where there is none.
+        width: T, the tokens per row that the verification feeds.
+        emitted: in `on_commit`, the new tokens of each request.
+        drafted: in `on_commit`, how many drafts each request had.
+        accepted: in `on_commit`, how many of them were accepted, before the end of the text cut any.
+        source: in `on_commit`, the drafter each request's drafts came from, None if there were none.
+        stream: the CUDA stream the work runs on, None on CPU.
+        stats: the call's statistics so far.
+        batch_size: rows of the call.
+        prompts: [B, P] int64, in `on_start`.
+        balance: size of the smaller group over the larger while two groups alternate, else None.
+    """
+
+    step: int
+    requests: list[Request]
+    gamma: int
+    slots: torch.Tensor | None = None
+    plan: Plan | None = None
+    drafts: torch.Tensor | None = None
+    width: int = 0
+    emitted: list[list[int]] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    source: list[int | None] = field(default_factory=list)
+    stream: Any = None
+    stats: Any = None
+    batch_size: int = 0
+    prompts: torch.Tensor | None = None
+    balance: float | None = None
+
+
+class StepHook:
+    """Override what you need; an exception in a hook ends the call with that exception."""
+
+    def on_start(self, context: StepContext) -> None:
+        """The call begins; no forward has run."""
+
+    def before_draft(self, context: StepContext) -> None:
+        """Drafts are about to be made; `context.plan` may be set or changed. Past rounds only are known."""
+
+    def after_draft(self, context: StepContext) -> None:
+        """Drafting has been launched; `context.drafts` may not be ready."""
+
+    def before_verify(self, context: StepContext) -> None:
+        """Verification is about to be launched."""
+
+    def after_verify(self, context: StepContext) -> None:
+        """Verification has been launched; its result is not known to the host."""
+
+    def on_commit(self, context: StepContext) -> None:
+        """A verification's result has reached the host, one step late."""
+
+    def on_end(self, context: StepContext) -> None:
+        """The call is over, also after an error."""
+
+
+class StepHookList(list[StepHook]):
+    """Calls every hook in order."""
+
+    def __init__(self, hooks: Iterable[StepHook] = ()):
+        super().__init__(hooks)
+        for hook in self:
+            if not isinstance(hook, StepHook):
+                raise TypeError(f"psd_hooks takes StepHook objects, got {type(hook).__name__}.")
+
+    def call(self, event: str, context: StepContext) -> None:
+        for hook in self:
+            getattr(hook, event)(context)
+
+    def end(self, context: StepContext) -> None:
+        """Calls `on_end` of every hook, also after one has raised; the first error is raised at the end."""
+        errors: list[Exception] = []
+        for hook in self:
+            try:
+                hook.on_end(context)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

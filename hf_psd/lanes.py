@@ -1,0 +1,103 @@
+"""Lanes: a device with a stream of its own. Tensors cross from lane to lane in `Lane.receive` and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Lane:
+    """Work on one device in order. On CUDA it is a stream of its own, on CPU nothing but the device.
+
+    Args:
+        device: where the lane's work runs.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Enqueues what runs inside on this lane."""
+        if self.stream is None:
+            yield
+        else:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                yield
+
+    def mark(self) -> None:
+        """Marks the end of the work enqueued so far; `follow` on another lane waits for the newest mark."""
+        if self.stream is not None:
+            self._done = torch.cuda.Event()
+            self._done.record(self.stream)
+
+    def follow(self, other: Lane) -> None:
+        """Lets later work on this lane start only after the other lane's newest mark. The host does not wait."""
+        if other is self or other._done is None:
+            return
+        if self.stream is not None:
+            self.stream.wait_event(other._done)
+        else:
+            other._done.synchronize()
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on this lane's device, kept alive until this lane's work with it is done.
+
+        Call it inside `work()`, after `follow`-ing the lane that made the tensor.
+        """
+        moved = tensor.to(self.device, non_blocking=True)
+        if self.stream is not None and tensor.device.type == "cuda":
+            tensor.record_stream(
+                self.stream if tensor.device == self.device else torch.cuda.current_stream(tensor.device)
+            )
+        return moved
+
+    def begin(self) -> None:
+        """Starts after everything the caller has enqueued on the device."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> None:
+        """Makes the caller's stream wait for the lane."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+class HostRing:
+    """Small int64 results on their way to the host, read one step late."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._flying: list[tuple[Any, torch.Tensor, torch.cuda.Event | None]] = []
+
+    def push(self, label: Any, packet: torch.Tensor) -> None:
+        """Starts copying `packet` (int64, on the device) to the host; call it on the lane that made it."""
+        if self._device.type != "cuda":
+            self._flying.append((label, packet, None))
+            return
+        pinned = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True)
+        pinned.copy_(packet, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record()
+        packet.record_stream(torch.cuda.current_stream())
+        self._flying.append((label, pinned, landed))
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    @property
+    def oldest(self) -> Any:
+        """Label of the packet that `pop` will give."""
+        return self._flying[0][0]
+
+    def pop(self) -> tuple[Any, list[list[int]]]:
+        """The oldest packet, as rows of ints. This is the one place where the host waits for the device."""
+        label, packet, landed = self._flying.pop(0)
+        if landed is not None:
+            landed.synchronize()
+        return label, packet.tolist()

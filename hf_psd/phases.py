@@ -1,0 +1,163 @@
+"""The batch manager: who drafts and who verifies. It alone owns the phase of every request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    NEEDS_DRAFT = "needs draft"
+    HAS_DRAFT = "has draft"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence, as the host knows it: one step behind the device.
+
+    Attributes:
+        index: row of the output.
+        slot: index into every device-side state array.
+        padding: left-padding columns before the prompt.
+        length: committed tokens known to the host, padding not counted.
+        limit: length at which the request must end.
+        phase: where it stands in the draft/verify cycle.
+        group: 0 or 1, the group it verifies with.
+        tokens: new tokens known to the host.
+        unread: widths T of verifications whose result the host has not read.
+        proposals: `(drafter, budget)` pairs asked to draft for it this round, in order of preference.
+        available: drafts each drafter announced to have for its next turn (only drafters that announce).
+        covered: for each drafter, committed tokens its KV surely holds.
+        source: the drafter whose drafts were verified last, None if there were none.
+    """
+
+    index: int
+    slot: int
+    padding: int
+    length: int
+    limit: int
+    phase: Phase = Phase.WAITING
+    group: int = 0
+    tokens: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    proposals: list[tuple[int, int]] = field(default_factory=list)
+    available: dict[int, int] = field(default_factory=dict)
+    covered: dict[int, int] = field(default_factory=dict)
+    source: int | None = None
+
+    def pending(self) -> tuple[int | None, int]:
+        """The drafter whose drafts probably wait for verification and an upper bound of their number.
+
+        The first that has any counts. One that has not announced may turn out to have none, and then a later one counts.
+        """
+        source, most = None, 0
+        for drafter, budget in self.proposals:
+            count = min(budget, self.available.get(drafter, budget))
+            if count > 0:
+                source = drafter if source is None else source
+                most = max(most, count)
+                if drafter in self.available:
+                    break
+        return source, most
+
+    def learn(self, emitted: list[int], committed: int, available: Mapping[int, int]) -> None:
+        """Takes in the oldest unread verification: its tokens, the length it added on the device, what drafters announce.
+
+        Drafters that have been asked since then fed themselves everything up to that length.
+        """
+        self.unread.pop(0)
+        self.tokens += emitted
+        self.length += committed
+        self.available = dict(available)
+        for drafter, _ in self.proposals:
+            self.covered[drafter] = self.length
+
+    @property
+    def most(self) -> int:
+        """Upper bound of the committed length on the device."""
+        return min(self.length + sum(self.unread), self.limit)
+
+    @property
+    def room(self) -> int:
+        """Drafts that can still be used: each verification emits at least one token, and the last one needs none."""
+        return self.limit - self.length - len(self.unread) - 1
+
+    @property
+    def surely_ended(self) -> bool:
+        """Whether the request reaches its limit by verifications that are already under way."""
+        return self.length + len(self.unread) >= self.limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """The work of one step; no request is in both lists."""
+
+    verify: list[Request]
+    draft: list[Request]
+
+
+class BatchManager:
+    """Keeps one group (plain speculative decoding) or two groups that alternate (batch-parallel), and balances them.
+
+    Args:
+        groups: 1 or 2.
+        drafting: False in plain autoregressive mode, where every request is verified at each step without a draft.
+    """
+
+    def __init__(self, groups: int = 1, drafting: bool = True):
+        self.groups, self.drafting = groups, drafting
+        self.requests: list[Request] = []
+        self._ready = Phase.NEEDS_DRAFT if drafting else Phase.HAS_DRAFT
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Admits requests; each joins the smaller group."""
+        for request in requests:
+            sizes = self.sizes()
+            request.group = sizes.index(min(sizes))
+            request.phase = self._ready
+            self.requests.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out; its group shrinks."""
+        request.phase = Phase.DONE
+        self.requests.remove(request)
+
+    def sizes(self) -> list[int]:
+        """Requests per group."""
+        return [sum(request.group == group for request in self.requests) for group in range(self.groups)]
+
+    @property
+    def balance(self) -> float:
+        """Size of the smaller group over that of the larger: 1.0 is balanced, 0.0 is one group alone."""
+        sizes = self.sizes()
+        return min(sizes) / max(sizes) if max(sizes) else 1.0
+
+    def next_step(self) -> Step:
+        """Chooses the work of the next step: requests with a draft verify, one group of those without drafts.
+
+        A request that would overfill its group sits out this draft turn, which moves it to the other group.
+        """
+        running = [request for request in self.requests if not request.surely_ended]
+        verify = [request for request in running if request.phase is Phase.HAS_DRAFT]
+        waiting = [request for request in running if request.phase is Phase.NEEDS_DRAFT]
+        if not self.drafting:
+            return Step(running, [])
+        if self.groups == 1:
+            return Step(verify, [] if verify else waiting)
+        turn = 1 - verify[0].group if verify else waiting[0].group if waiting else 0
+        draft = [request for request in waiting if request.group == turn]
+        excess = (len(draft) - (len(running) - len(draft))) // 2
+        for request in draft[len(draft) - excess :] if excess > 0 else []:
+            request.group = 1 - turn
+        draft = [request for request in draft if request.group == turn]
+        return Step(verify, draft)
+
+    def advance(self, step: Step) -> None:
+        """Moves the requests of a launched step to their next phase."""
+        for request in step.draft:
+            request.phase = Phase.HAS_DRAFT
+        for request in step.verify:
+            request.phase = self._ready

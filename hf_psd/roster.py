@@ -1,0 +1,176 @@
+"""The drafters of a call at work: each on its own lane, retired when it fails, told what was accepted."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .drafters.base import Drafter, Outcome, Proposal, Session, Task
+from .lanes import Lane
+from .phases import Request
+from .runner import Rows
+from .selection import Arm, Plan
+from .state import SequenceState, View
+from .stats import PSDStats
+
+
+class Roster:
+    """Holds the call's drafters and runs their turns.
+
+    Args:
+        drafters: in the user's order; their place is their key.
+        device: the target's device.
+        stats: where retirements are noted.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], device: torch.device, stats: PSDStats):
+        self.drafters, self.device, self.stats = list(drafters), device, stats
+        self.alive: dict[int, Drafter] = dict(enumerate(drafters))
+        self._session: Session | None = None
+        self.announcers = [key for key, drafter in self.alive.items() if drafter.announces]
+        self.lane = Lane(device)
+        self._lanes: dict[torch.device, Lane] = {device: self.lane}
+        self._warned: set[str] = set()
+
+    @property
+    def arms(self) -> list[Arm]:
+        """Drafters that can still be chosen."""
+        return [Arm(key, drafter.name, not drafter.announces) for key, drafter in self.alive.items()]
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        return any(drafter.needs_hidden_states for drafter in self.alive.values())
+
+    def start(self, session: Session, view: View) -> None:
+        """Begins the call; `view` shows all rows with their prompts."""
+        self._session = session
+        for key, drafter in list(self.alive.items()):
+            with self._retiring(key):
+                drafter.start(session)
+                drafter.prefill(view)
+
+    def draft(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
+        """Runs the plan's drafters for the requests' rows and stores what they drafted: [R, gamma] ids, -1 where none."""
+        with self.lane.work():
+            rows = Rows([request.slot for request in requests], self.device)
+            view = state.view(rows)
+        self.lane.mark()
+        assert self._session is not None
+        proposals = []
+        for key, budgets in plan:
+            began = time.perf_counter()
+            with self._retiring(key):
+                proposal = self._propose(self.alive[key], Task(view, requests, budgets))
+                proposal.check(len(rows), self._session)
+                proposals.append((key, proposal))
+            self.stats.by_drafter[key].seconds += time.perf_counter() - began
+        with self.lane.work():
+            ids = _store(state, rows, proposals, self._session.vocab_size)
+        self.lane.mark()
+        return ids
+
+    def draft_ahead(self, view: View, drafts: torch.Tensor) -> None:
+        """Lets drafters that ask for it work on rows that are being verified."""
+        for key, drafter in list(self.alive.items()):
+            if drafter.draft_ahead:
+                with self._retiring(key):
+                    drafter.ahead(view, drafts)
+
+    def commit(self, outcome: Outcome) -> list[torch.Tensor]:
+        """Tells every drafter of a commit; returns what each of `announcers` will have next, [R] int64."""
+        announced = dict.fromkeys(self.announcers, torch.zeros_like(outcome.accepted))
+        for key, drafter in list(self.alive.items()):
+            with self._retiring(key):
+                drafter.commit(outcome)
+                if drafter.announces:
+                    announced[key] = drafter.announce(outcome.view)
+        return list(announced.values())
+
+    def retire(self, key: int, reason: str) -> None:
+        """Takes a drafter out for the rest of the call, with one warning."""
+        drafter = self.alive.pop(key, None)
+        if drafter is not None:
+            message = f"psd: drafter {drafter.name} is retired for this call: {reason}"
+            self.stats.errors.append(message)
+            self.warn_once(message)
+
+    def warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+    def finish(self) -> None:
+        """Ends the call for every drafter, also after an error."""
+        for lane in self._lanes.values():
+            lane.finish()
+        for drafter, counts in zip(self.drafters, self.stats.by_drafter):
+            counts.forwards = drafter.forwards
+            self.stats.draft_forwards += drafter.forwards
+        for key, drafter in enumerate(self.drafters):
+            with self._retiring(key):
+                drafter.end()
+
+    def _propose(self, drafter: Drafter, task: Task) -> Proposal:
+        """Lets a drafter work on its own lane and brings what it drafted to the target's device."""
+        device = drafter.device or self.device
+        lane = self._lanes.get(device) or self._open_lane(device)
+        lane.follow(self.lane)
+        with lane.work():
+            if device != self.device:
+                rows = Rows(task.view.rows.numbers, device)
+                view = View(rows, *(lane.receive(tensor) for tensor in task.view.tensors()))
+                task = Task(view, task.requests, task.budgets)
+            proposal = drafter.draft(task)
+        if lane is self.lane:
+            return proposal
+        lane.mark()
+        self.lane.follow(lane)
+        with self.lane.work():
+            ids, scores, failed = (
+                None if tensor is None else self.lane.receive(tensor)
+                for tensor in (proposal.ids, proposal.scores, proposal.failed)
+            )
+        assert ids is not None
+        return Proposal(ids, scores, proposal.point_mass, failed)
+
+    def _open_lane(self, device: torch.device) -> Lane:
+        lane = self._lanes[device] = Lane(device)
+        lane.begin()
+        return lane
+
+    @contextmanager
+    def _retiring(self, key: int) -> Iterator[None]:
+        """A drafter that raises is retired; the target goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.retire(key, f"{type(error).__name__}: {error}")
+
+
+def _store(
+    state: SequenceState, rows: Rows, proposals: list[tuple[int, Proposal]], vocab_size: int
+) -> torch.Tensor:
+    """Keeps, per row, the drafts of the first drafter that has any, up to the first id outside the target's vocabulary."""
+    device = state.device
+    ids = torch.full((len(rows), state.gamma), -1, dtype=torch.long, device=device)
+    point_mass = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    failed_drafter, source = torch.full((2, len(rows)), -1, dtype=torch.long, device=device)
+    scores = None
+    for key, proposal in proposals:
+        sound = ((proposal.ids >= 0) & (proposal.ids < vocab_size)).long().cumprod(1).bool()
+        use = sound[:, 0] & (source < 0)
+        source = torch.where(use, key, source)
+        ids = torch.where(use[:, None], torch.where(sound, proposal.ids, -1), ids)
+        point_mass = torch.where(use, proposal.point_mass, point_mass)
+        if proposal.scores is not None:
+            scores = proposal.scores if scores is None else torch.where(use[:, None, None], proposal.scores, scores)
+        if proposal.failed is not None:
+            failed_drafter = torch.where(proposal.failed, key, failed_drafter)
+    state.failed_drafter.index_copy_(0, rows.slots, failed_drafter)
+    state.source.index_copy_(0, rows.slots, source)
+    state.store_drafts(rows, ids, point_mass, scores)
+    return ids

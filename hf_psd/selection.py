@@ -1,0 +1,162 @@
+"""Who drafts for which row, and how much: decided from past rounds only, so the output law is untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .hooks import StepContext, StepHook
+from .phases import Request
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter the selector may choose.
+
+    Attributes:
+        key: its number among the call's drafters.
+        name: shown in statistics.
+        is_model: False for drafters whose drafts cost next to nothing, such as prompt lookup.
+    """
+
+    key: int
+    name: str
+    is_model: bool
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How the drafts of one request fared: `accepted` of `drafted` tokens by drafter `arm` (None: there were no drafts)."""
+
+    request: Request
+    arm: int | None
+    drafted: int
+    accepted: int
+
+
+Plan = list[tuple[int, list[int]]]
+"""Drafters in order of preference, each with a budget per row; a row takes the drafts of the first that has any."""
+
+
+class Selector(Protocol):
+    """Chooses drafters. `plan` is called before drafts are drawn and must not depend on them."""
+
+    def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
+        """Budgets for the rows of one draft turn."""
+
+    def feedback(self, results: Sequence[Feedback]) -> None:
+        """Learns from one verification, a step late."""
+
+
+@dataclass
+class Record:
+    """How one drafter has done for one request, old rounds fading out."""
+
+    accepted: float = 0.0
+    judged: float = 0.0
+    rest: int = 0
+    pause: int = 0
+
+    def rate(self, prior: float) -> float:
+        """Estimated chance that a draft is accepted given that those before it were."""
+        return (self.accepted + 2.0 * prior) / (self.judged + 2.0)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        self.accepted = self.accepted * _FADE + accepted
+        self.judged = self.judged * _FADE + min(accepted + 1, drafted)
+
+
+_FADE = 0.8
+_PRIOR = {True: 0.7, False: 0.8}
+_WORTH = {True: 0.45, False: 0.3}
+"""A draft at depth k is worth its cost when rate ** k reaches this; model drafts cost more than looked-up ones."""
+_LONGEST_PAUSE = 32
+
+
+@dataclass
+class CompositeSelector:
+    """Per row, prompt lookup where the context has a match, else a model drafter; several models take turns.
+
+    A row whose drafts keep failing drafts less, down to nothing, and tries again after pauses that double.
+    """
+
+    records: dict[tuple[int, int], Record] = field(default_factory=dict)
+    turn: int = 0
+
+    def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
+        lookups = [arm for arm in arms if not arm.is_model]
+        models = [arm for arm in arms if arm.is_model]
+        chosen = [models[self.turn % len(models)]] if models else []
+        self.turn += 1
+        plan: Plan = []
+        copying = [False] * len(requests)
+        for arm in lookups + chosen:
+            budgets = [
+                0 if arm.is_model and copies else self._depth(request, arm, gamma)
+                for request, copies in zip(requests, copying)
+            ]
+            plan.append((arm.key, budgets))
+            if not arm.is_model:
+                copying = [
+                    copies or (budget > 0 and self._copies(request, arm))
+                    for request, budget, copies in zip(requests, budgets, copying)
+                ]
+        return plan
+
+    def feedback(self, results: Sequence[Feedback]) -> None:
+        for result in results:
+            if result.arm is not None and result.drafted > 0:
+                self._record(result.request, result.arm).learn(result.drafted, result.accepted)
+
+    def _depth(self, request: Request, arm: Arm, gamma: int) -> int:
+        record = self._record(request, arm.key)
+        if record.rest > 0:
+            record.rest -= 1
+            return 0
+        rate, depth = record.rate(_PRIOR[arm.is_model]), 0
+        while depth < gamma and rate ** (depth + 1) >= _WORTH[arm.is_model]:
+            depth += 1
+        if depth > 0:
+            record.pause = 0
+            return depth
+        record.pause = min(max(1, 2 * record.pause), _LONGEST_PAUSE)
+        record.rest = record.pause
+        return 1
+
+    def _copies(self, request: Request, arm: Arm) -> bool:
+        """Whether the row is copying from its context by all that is known: then no model need draft for it."""
+        return request.source == arm.key and request.available.get(arm.key, 0) > 0
+
+    def _record(self, request: Request, key: int) -> Record:
+        return self.records.setdefault((request.index, key), Record())
+
+
+def make_selector(selector: Any) -> Selector:
+    """The selector object for the `selector` setting; a string makes a fresh one, so that no state leaks between calls."""
+    if selector == "composite":
+        return CompositeSelector()
+    if not (hasattr(selector, "plan") and hasattr(selector, "feedback")):
+        raise ValueError(
+            f"psd: selector must be 'composite' or have `plan` and `feedback`, got {type(selector).__name__}."
+        )
+    return selector
+
+
+class SelectionHook(StepHook):
+    """Lets a selector plan each draft turn and tells it, a step late, what came of it.
+
+    Args:
+        selector: the policy.
+        arms: gives the drafters that can still be chosen.
+    """
+
+    def __init__(self, selector: Selector, arms: Callable[[], Sequence[Arm]]):
+        self.selector, self.arms = selector, arms
+
+    def before_draft(self, context: StepContext) -> None:
+        context.plan = self.selector.plan(context.requests, self.arms(), context.gamma)
+
+    def on_commit(self, context: StepContext) -> None:
+        rows = zip(context.requests, context.source, context.drafted, context.accepted)
+        self.selector.feedback([Feedback(*row) for row in rows])

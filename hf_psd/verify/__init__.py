@@ -1,0 +1,1 @@
+"""Verification: the target checks drafted tokens."""

@@ -1,0 +1,131 @@
+"""The step loop on CUDA: streams, two devices, no waiting. Runs under pytest, or alone with `python`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_psd
+from hf_psd import StepHook
+
+try:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+except ImportError:  # a bare GPU machine: `python tests/gpu/test_engine_cuda.py`
+    pass
+
+PROMPTS = [[5, 9, 17, 33, 21, 40, 41], [7, 8, 9], [12], [30, 31, 32, 33, 34]]
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None}
+SAMPLED = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, "temperature": 2.0, "top_k": 20}
+
+
+def tiny(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.5,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def noisy(model: LlamaForCausalLM, scale: float) -> LlamaForCausalLM:
+    drafter, generator = copy.deepcopy(model), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
+    return drafter
+
+
+def batch(device: str) -> dict[str, torch.Tensor]:
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    return {"input_ids": ids.to(device), "attention_mask": (ids > 0).long().to(device)}
+
+
+class NoWaiting(StepHook):
+    """Turns any wait for the device inside the loop into an error."""
+
+    def on_start(self, context) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    def on_end(self, context) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_greedy_equals_plain_generate_in_every_mode():
+    target = tiny()
+    drafters = [noisy(target, 0.03).cuda(), tiny(11).cuda(), "prompt_lookup"]
+    target.cuda()
+    plain = target.generate(**batch("cuda"), **GREEDY)
+    for mode in ("ar", "sd", "psd"):
+        for gamma in (1, 4):
+            out = target.generate(**batch("cuda"), assistant_models=drafters, psd={"mode": mode, "gamma": gamma}, **GREEDY)
+            assert torch.equal(out, plain), (mode, gamma)
+
+
+def test_the_loop_never_waits_for_the_device():
+    target = tiny().cuda()
+    drafters = [noisy(tiny(), 0.03).cuda(), "prompt_lookup"]
+    for settings in (GREEDY, SAMPLED):
+        for mode in ("ar", "sd", "psd"):
+            psd = {"mode": mode, "seed": 3}
+            target.generate(**batch("cuda"), assistant_models=drafters, psd=psd, psd_hooks=[NoWaiting()], **settings)
+            assert not hf_psd.last_stats().errors, hf_psd.last_stats().errors
+
+
+def test_a_drafter_on_another_device_gives_the_same_text():
+    target, drafter = tiny().cuda(), noisy(tiny(), 0.03)
+    plain = target.generate(**batch("cuda"), **GREEDY)
+    out = target.generate(**batch("cuda"), assistant_models=[drafter], psd=True, **GREEDY)
+    stats = hf_psd.last_stats()
+    assert torch.equal(out, plain)
+    assert stats.mode == "psd" and stats.acceptance > 0.2 and not stats.errors
+
+
+def test_coupled_text_is_the_same_on_cpu_and_cuda():
+    target = tiny()
+    psd = {"verification": "coupled", "seed": 5}
+    here = target.generate(**batch("cpu"), psd=psd, **SAMPLED)
+    target.cuda()
+    for mode in ("sd", "psd"):
+        drafters = [noisy(tiny(), 0.03).cuda()]
+        there = target.generate(**batch("cuda"), assistant_models=drafters, psd=psd | {"mode": mode}, **SAMPLED)
+        assert (there.cpu() == here).float().mean() > 0.98, mode
+
+
+def test_half_precision_runs_and_accepts_a_copy():
+    target = tiny().cuda().bfloat16()
+    out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], psd=True, **GREEDY)
+    assert out.shape == (4, 47)
+    assert hf_psd.last_stats().acceptance > 0.8
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    failed = 0
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                test()
+                print("passed", name, flush=True)
+            except Exception:
+                failed += 1
+                torch.cuda.set_sync_debug_mode("default")
+                print("FAILED", name, traceback.format_exc(limit=-6), flush=True)
+    sys.exit(failed)
