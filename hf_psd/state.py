@@ -53,10 +53,8 @@ class View:
         ids = self.tokens.gather(1, (positions + self.padding[:, None]).clamp(min=0))
         return ids, positions
 
-    def subset(self, index: list[int], rows: Rows, at: torch.Tensor) -> View:
-        """The view of some of its rows: `index` as numbers, `at` the same on the device, `rows` their slots."""
-        if len(index) == len(self.rows):
-            return self
+    def subset(self, rows: Rows, at: torch.Tensor) -> View:
+        """The view of some of its rows: `at` [r] their places in it, `rows` their slots."""
         return View(rows, *(tensor.index_select(0, at) for tensor in self.tensors()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -73,17 +73,26 @@ class ProgressHook(StepHook):
         self.total, self.label, self.out = total, label, out or sys.stderr
         self._emitted, self._began, self._drawn = 0, 0.0, 0.0
 
+    def add(self, count: int) -> None:
+        """Counts new tokens and redraws, at most ten times a second."""
+        self._began = self._began or time.perf_counter()
+        self._emitted += count
+        if time.perf_counter() - self._drawn > 0.1:
+            self._draw()
+
+    def close(self) -> None:
+        """Draws the final state and ends the line."""
+        self._draw()
+        self.out.write("\n")
+
     def on_start(self, context: StepContext) -> None:
         self._emitted, self._began = 0, time.perf_counter()
 
     def on_commit(self, context: StepContext) -> None:
-        self._emitted += sum(len(ids) for ids in context.emitted)
-        if time.perf_counter() - self._drawn > 0.1:
-            self._draw()
+        self.add(sum(len(ids) for ids in context.emitted))
 
     def on_end(self, context: StepContext) -> None:
-        self._draw()
-        self.out.write("\n")
+        self.close()
 
     def _draw(self) -> None:
         self._drawn = time.perf_counter()

@@ -35,39 +35,51 @@ class ModelDrafter(Drafter):
         self._runner = None
 
     def draft(self, task: Task) -> Proposal:
-        """Chains up to max(budgets) forwards; a row takes part while its own budget lasts."""
-        session, view = self._session, task.view
-        gamma, vocab = session.limits.gamma, session.vocab_size
+        """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
         budgets = [self._within_window(request, budget) for request, budget in zip(task.requests, task.budgets)]
-        rows_count = len(budgets)
-        ids = torch.full((rows_count, gamma), -1, dtype=torch.long, device=self.device)
-        failed = torch.zeros(rows_count, dtype=torch.bool, device=self.device)
-        scores = None
-        if self._sampler.needs_scores:
-            scores = torch.zeros(rows_count, gamma, vocab, device=self.device)
         index = [row for row, budget in enumerate(budgets) if budget > 0]
-        if index:
-            part, _ = self._part(view, index)
-            logits = self._catch_up(part, [task.requests[row] for row in index])
-        for step in range(max(budgets)):
-            if step > 0:
-                keep = [row for row, budget in enumerate(budgets) if budget > step]
-                part, at = self._part(view, keep)
-                fed = ids[:, step - 1 : step].index_select(0, at)
-                bound = max(task.requests[row].most for row in keep) + step
-                logits = self._forward(part, fed, part.length[:, None] + step - 1, bound)
-                index = keep
-            part, at = self._part(view, index)
-            drawn, drawn_scores, bad = self._sampler.draw(logits, part, step, vocab)
-            bad = failed.index_select(0, at) | bad
-            failed.index_copy_(0, at, bad)
-            drawn = torch.where(bad, -1, drawn)
-            ids[:, step].index_copy_(0, at, drawn)
-            if scores is not None:
-                scores[:, step].index_copy_(0, at, drawn_scores)
-            column = part.padding + part.length + step
-            view.tokens.index_put_((at, column), drawn.clamp(min=0))
+        limits, rows_count = self._session.limits, len(budgets)
+        if not index:
+            return Proposal(torch.full((rows_count, limits.gamma), -1, dtype=torch.long, device=self.device))
+        at = upload(index, self.device)
+        view = self._part(task.view, index)
+        requests = [task.requests[row] for row in index]
+        width = self._catch_up(view, requests)
+        budget = upload([budgets[row] for row in index], self.device)
+        part = self._chain(view, budget, width, max(budgets), max(request.most for request in requests))
+        if len(index) == rows_count:
+            return part
+        ids = part.ids.new_full((rows_count, limits.gamma), -1).index_copy_(0, at, part.ids)
+        failed = part.failed.new_zeros(rows_count).index_copy_(0, at, part.failed)
+        scores = part.scores
+        if scores is not None:
+            scores = scores.new_zeros(rows_count, *scores.shape[1:]).index_copy_(0, at, scores)
         return Proposal(ids, scores, failed=failed)
+
+    def _chain(self, view: View, budget: torch.Tensor, width: int, depth: int, bound: int) -> Proposal:
+        """Drafts up to `budget` [R] tokens per row by `depth` forwards, the first over the last `width` tokens.
+
+        `bound` is an upper bound of the rows' lengths. Nothing here depends on values the host would have to read.
+        """
+        session = self._session
+        ids = torch.full((len(view.rows), session.limits.gamma), -1, dtype=torch.long, device=self.device)
+        failed = torch.zeros_like(view.done)
+        all_scores = []
+        fed, positions = view.last_tokens(width)
+        for step in range(depth):
+            logits = self._forward(view, fed, positions, bound + step)
+            drawn, scores, bad = self._sampler.draw(logits, view, step, session.vocab_size)
+            failed = failed | bad & (step < budget)
+            drawn = torch.where((step < budget) & ~failed, drawn, -1)
+            ids[:, step] = drawn
+            all_scores.append(scores)
+            fed = drawn[:, None]
+            view.tokens.scatter_(1, (view.padding + view.length + step)[:, None], fed.clamp(min=0))
+            positions = torch.where(step + 1 < budget, view.length + step, -1)[:, None]
+        if not self._sampler.needs_scores:
+            return Proposal(ids, failed=failed)
+        missing = [torch.zeros_like(all_scores[0])] * (session.limits.gamma - depth)
+        return Proposal(ids, torch.stack(all_scores + missing, 1), failed=failed)
 
     def _within_window(self, request: Request, budget: int) -> int:
         """A row that has outgrown the drafter's positions drafts no more."""
@@ -80,23 +92,22 @@ class ModelDrafter(Drafter):
             return max(0, last - request.most + 1)
         return budget
 
-    def _catch_up(self, view: View, requests: list[Request]) -> torch.Tensor:
-        """Feeds each row what the drafter's KV lacks of it; returns logits [R, V] after the last committed token."""
+    def _catch_up(self, view: View, requests: list[Request]) -> int:
+        """Feeds rows that lag far behind; returns how many of each row's last tokens are still to be fed, at least 1."""
+        assert self._runner is not None
         lags = [self._lag(request) for request in requests]
         usual = self._session.limits.gamma + 1
         late = [row for row, lag in enumerate(lags) if lag > usual]
         if late:
-            part, _ = self._part(view, late)
+            part = self._part(view, late)
             ids, positions = part.last_tokens(max(lags[row] for row in late))
-            assert self._runner is not None
-            self.forwards += 1
             bound = max(requests[row].most for row in late)
+            self.forwards += 1
             self._runner.feed(part.rows, ids[:, :-1], positions[:, :-1], bound)
             lags = [1 if lag > usual else lag for lag in lags]
         for request in requests:
             request.covered[self.key] = request.length
-        ids, positions = view.last_tokens(max(lags))
-        return self._forward(view, ids, positions, max(request.most for request in requests))
+        return max(lags)
 
     def _lag(self, request: Request) -> int:
         """Upper bound of the committed tokens this drafter's KV lacks, at least 1: the newest token is always fed."""
@@ -109,8 +120,8 @@ class ModelDrafter(Drafter):
         self.forwards += 1
         return self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=1).logits[:, -1]
 
-    def _part(self, view: View, index: list[int]) -> tuple[View, torch.Tensor]:
-        at = upload(index, self.device)
+    def _part(self, view: View, index: list[int]) -> View:
         if len(index) == len(view.rows):
-            return view, at
-        return view.subset(index, Rows([view.rows.numbers[row] for row in index], self.device), at), at
+            return view
+        rows = Rows([view.rows.numbers[row] for row in index], self.device)
+        return view.subset(rows, upload(index, self.device))
