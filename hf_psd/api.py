@@ -29,6 +29,7 @@ from .runner import inference_state, input_device
 from .selection import SelectionHook, make_selector
 from .stats import PSDStats, StatsHook
 from .streaming import StreamHook, ending_streamer
+from .support import choose_attention
 from .verify.processors import ProcessorPipeline
 from .verify.sampler import Sampler
 
@@ -131,15 +132,14 @@ def _decode(
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
     )
     _last_stats = call.stats
-    hooks = StepHookList()
-    engine = Engine(call, hooks)
-    hooks.append(SelectionHook(make_selector(config.selector), lambda: engine.roster.arms))
-    hooks.append(StatsHook(call.stats))
-    if psd_ask.streamer is not None:
-        hooks.append(StreamHook(psd_ask.streamer, ledger))
-    hooks.extend(psd_ask.hooks)
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
-    with torch.no_grad(), inference_state(models):
+    with torch.no_grad(), inference_state({each: choose_attention(each, config.attention) for each in models}):
+        engine = Engine(call, hooks := StepHookList())
+        hooks.append(SelectionHook(make_selector(config.selector), lambda: engine.roster.arms))
+        hooks.append(StatsHook(call.stats))
+        if psd_ask.streamer is not None:
+            hooks.append(StreamHook(psd_ask.streamer, ledger))
+        hooks.extend(psd_ask.hooks)
         engine.run()
     return shape_output(ledger, engine.kept, generation_config, input_ids.device, call.stats)
 

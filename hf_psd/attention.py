@@ -1,9 +1,20 @@
-"""The native attention route: explicit 4-D masks for the model's own attention over ragged rows."""
+"""The two attention routes over ragged rows.
+
+Native: the model's own attention with explicit 4-D masks. Fast: an attention function that reads lengths and slots on the
+device, without masks and without gathering keys and values.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PretrainedConfig
+from psd_kernels import ragged_attention
+from transformers import AttentionInterface, PretrainedConfig
+
+from .cache import KVAddress
+
+FAST = "psd_ragged"
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -44,3 +55,40 @@ class MaskBuilder:
             return allowed
         mask = torch.zeros(allowed.shape, dtype=self.additive_dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(self.additive_dtype).min)
+
+
+def attend_in_place(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    psd_address: KVAddress | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface for a `RaggedCache` read in place.
+
+    `query` is [R, H, T, D]; `key` and `value` are the whole cache, [slots, positions, H_kv, D]. Returns [R, T, H, D].
+    """
+    assert psd_address is not None
+    at = psd_address.on(query.device)
+    out = ragged_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        at.slots,
+        at.positions,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        kv_length=at.kv_length,
+    )
+    return out, None
+
+
+AttentionInterface.register(FAST, attend_in_place)

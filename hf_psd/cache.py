@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from psd_kernels import kv_write
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -13,7 +14,8 @@ class KVAddress:
 
     Attributes:
         slots: [R] int64, the slot of each row of the forward.
-        positions: [R, T] int64, the position of each token; `capacity` is the trash position.
+        positions: [R, T] int64, the position of each token; a token nobody reads sits at `capacity`, the trash position
+            (or at -1 in a cache that is read in place).
         kv_length: how many leading positions of each slot attention may read.
         span: `(first, last + 1)` when `slots` is exactly that range, so that reading needs no copy; else None.
     """
@@ -73,6 +75,11 @@ class SlotKV(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         at = self.owner.address_on(key_states.device)
+        if self.owner.in_place:
+            kv_write(
+                self.keys, self.values, key_states.transpose(1, 2), value_states.transpose(1, 2), at.slots, at.positions
+            )
+            return self.keys, self.values
         self.write(at, key_states, value_states)
         return self.read(at)
 
@@ -95,10 +102,12 @@ class RaggedCache(Cache):
         layers: number of attention layers.
         slots: number of requests that can be held at once.
         capacity: tokens per request.
+        in_place: give attention the whole cache, [slots, capacity + 1, heads, head_dim], to read by address (the fast
+            route) instead of the rows' keys and values, [R, heads, kv_length, head_dim].
     """
 
-    def __init__(self, layers: int, slots: int, capacity: int):
-        self.slot_count, self.capacity = slots, capacity
+    def __init__(self, layers: int, slots: int, capacity: int, in_place: bool = False):
+        self.slot_count, self.capacity, self.in_place = slots, capacity, in_place
         self.address: KVAddress | None = None
         self._per_device: dict[torch.device, KVAddress] = {}
         super().__init__(layers=[SlotKV(self) for _ in range(layers)])

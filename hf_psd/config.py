@@ -19,7 +19,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Settings whose machinery is not built yet accept only the value that describes today's behaviour.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "reward": ("acceptance",),
-    "attention": ("auto", "native"),
     "cuda_graphs": ("auto", False),
     "fused_ops": ("auto", False),
     "compile": (False,),
@@ -52,7 +51,8 @@ class PSDConfig:
         max_batch_size: Seats of the continuous batching queue.
         block_size: Tokens per KV block.
         kv_memory: Bytes for KV blocks.
-        attention: `"native"` uses the model's own attention with explicit masks.
+        attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads lengths
+            on the device; `"auto"` the latter on CUDA where it fits the model.
         cuda_graphs: Capture the step in CUDA graphs.
         fused_ops: Use fused RMSNorm, RoPE and SwiGLU where installed.
         compile: Use `torch.compile` on the step.

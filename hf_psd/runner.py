@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from .attention import MaskBuilder
+from .attention import FAST, MaskBuilder
 from .cache import KVAddress, RaggedCache
 
 _PIECE = 512  # prompts are read so many columns at a time
@@ -67,9 +67,10 @@ class ModelRunner:
         self.vocab_size: int = output_vocab_size(model)
         self.input_vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.last_position: int = getattr(text_config, "max_position_embeddings", None) or 2**31
-        eager = text_config._attn_implementation == "eager"
+        implementation = text_config._attn_implementation
+        eager, self.fast = implementation == "eager", implementation == FAST
         self.masks = MaskBuilder(text_config, _compute_dtype(model) if eager else None)
-        self.cache = RaggedCache(text_config.num_hidden_layers, slots, capacity)
+        self.cache = RaggedCache(text_config.num_hidden_layers, slots, capacity, in_place=self.fast)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
@@ -96,9 +97,12 @@ class ModelRunner:
         capacity = self.cache.capacity
         kv_length = min(-(-kv_length // _KV_GRANULE) * _KV_GRANULE, capacity)
         stored = (positions >= 0) & (positions < capacity)
-        at = torch.where(stored, positions, capacity)
-        self.cache.point_at(KVAddress(rows.slots, at, kv_length, rows.span))
+        at = torch.where(stored, positions, -1 if self.fast else capacity)
+        address = KVAddress(rows.slots, at, kv_length, rows.span)
+        self.cache.point_at(address)
         kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        if self.fast:
+            kwargs["psd_address"] = address
         if self._keeps_logits and logits_to_keep:
             kwargs["logits_to_keep"] = logits_to_keep
         if hidden_states:
@@ -106,7 +110,7 @@ class ModelRunner:
         output = self.model(
             input_ids=torch.where((ids >= 0) & (ids < self.input_vocab_size), ids, 0),
             position_ids=torch.where(stored, positions, 0),
-            attention_mask=self.masks(at, kv_length),
+            attention_mask=None if self.fast else self.masks(at, kv_length),
             use_cache=True,
             return_dict=True,
             **kwargs,
@@ -144,19 +148,19 @@ def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 @contextmanager
-def inference_state(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Runs with every model in eval mode and on an attention that takes explicit masks, and restores both after."""
+def inference_state(models: Mapping[PreTrainedModel, str]) -> Iterator[None]:
+    """Runs with every model in eval mode and on the attention implementation given for it, and restores both after."""
     training = [module for model in models for module in model.modules() if module.training]
-    implementations = [model.config.get_text_config(decoder=True)._attn_implementation for model in models]
-    switched = [(m, name) for m, name in zip(models, implementations) if name not in ("eager", "sdpa")]
+    current = {model: model.config.get_text_config(decoder=True)._attn_implementation for model in models}
+    switched = {model: current[model] for model, wanted in models.items() if wanted != current[model]}
     try:
         for module in training:
             module.training = False
-        for model, _ in switched:
-            model.set_attn_implementation("sdpa")
+        for model in switched:
+            model.set_attn_implementation(models[model])
         yield
     finally:
-        for model, name in switched:
+        for model, name in switched.items():
             model.set_attn_implementation(name)
         for module in training:
             module.training = True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .attention import MaskBuilder
-from .runner import ModelRunner, Rows
+from .attention import FAST, MaskBuilder
+from .runner import ModelRunner, Rows, input_device
 from .shrink import shrink_all, shrink_depth
 
 _TOLERANCE = 1e-3
@@ -27,16 +28,40 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
     """
     reason = _reason_from_config(model)
     if reason is None:
-        text_config = model.config.get_text_config(decoder=True)
-        key = f"{type(model).__module__}.{type(model).__qualname__}|{text_config._attn_implementation}|{text_config!r}"
-        if key not in _checked:
-            _checked[key] = _self_test(model)
-        reason = _checked[key]
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        reason = _verdict(model, implementation if implementation in ("eager", "sdpa") else "sdpa")
     if reason is not None:
         raise ValueError(
             f"psd: {role} {type(model).__name__} (model type {model.config.model_type!r}) is not supported: {reason} "
             "Use plain `generate` for it."
         )
+
+
+def choose_attention(model: PreTrainedModel, wanted: str) -> str:
+    """The attention implementation `model` runs on: the fast route where it is wanted and fits, else a native one.
+
+    Args:
+        model: a model that passed `check_supported`.
+        wanted: the `attention` setting: "auto" takes the fast route on CUDA with Triton.
+    """
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    native = current if current in ("eager", "sdpa") else "sdpa"
+    on_gpu = input_device(model).type == "cuda" and importlib.util.find_spec("triton") is not None
+    if wanted == "native" or (wanted == "auto" and not on_gpu):
+        return native
+    reason = _verdict(model, FAST)
+    if reason is not None and wanted == "triton":
+        raise ValueError(f"psd: attention='triton' does not fit {type(model).__name__}: {reason} Use attention='auto'.")
+    return native if reason is not None else FAST
+
+
+def _verdict(model: PreTrainedModel, implementation: str) -> str | None:
+    """The kept result of the self-test of this class and configuration on an attention implementation."""
+    text_config = model.config.get_text_config(decoder=True)
+    key = f"{type(model).__module__}.{type(model).__qualname__}|{implementation}|{text_config!r}"
+    if key not in _checked:
+        _checked[key] = _self_test(model, implementation)
+    return _checked[key]
 
 
 def _reason_from_config(model: PreTrainedModel) -> str | None:
@@ -64,21 +89,21 @@ def _reason_from_config(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _self_test(model: PreTrainedModel) -> str | None:
+def _self_test(model: PreTrainedModel, implementation: str) -> str | None:
     """None if ragged rows equal single rows, else the reason."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tiny, troubles = None, []
         for shrink in (shrink_all, shrink_depth):
             try:
-                tiny = _build(model, shrink)
+                tiny = _build(model, shrink, implementation)
                 break
             except Exception as error:
                 troubles.append(f"{type(error).__name__}: {str(error)[:200]}")
         if tiny is None:
             return f"its self-test could not be set up ({'; '.join(troubles)})."
         try:
-            error = _ragged_error(tiny)
+            error = _ragged_error(tiny, implementation)
         except Exception as raised:
             return f"its forward fails on ragged rows ({type(raised).__name__}: {str(raised)[:200]})."
     if not error < _TOLERANCE:
@@ -86,7 +111,7 @@ def _self_test(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _build(model: PreTrainedModel, shrink: Callable[[PretrainedConfig], None]) -> PreTrainedModel:
+def _build(model: PreTrainedModel, shrink: Callable[[PretrainedConfig], None], implementation: str) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     shrink(config)
     text_config = config.get_text_config(decoder=True)
@@ -94,8 +119,8 @@ def _build(model: PreTrainedModel, shrink: Callable[[PretrainedConfig], None]) -
     for setting in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, setting):
             delattr(config, setting)
-    implementation = text_config._attn_implementation
-    config._attn_implementation = implementation if implementation in ("eager", "sdpa") else "sdpa"
+    # Single rows are computed by the model's own attention; the fast route is switched on for the ragged rows alone.
+    config._attn_implementation = "eager" if implementation == FAST else implementation
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in type(model)(config).parameters())
     if size > _LARGEST_COPY:
@@ -112,8 +137,10 @@ def _build(model: PreTrainedModel, shrink: Callable[[PretrainedConfig], None]) -
 
 
 @torch.no_grad()
-def _ragged_error(model: PreTrainedModel) -> float:
+def _ragged_error(model: PreTrainedModel, implementation: str) -> float:
     """Largest difference, relative to the largest logit, between ragged rows with rollback and the same rows alone."""
+    plain = model.config.get_text_config(decoder=True)._attn_implementation
+    model.set_attn_implementation(implementation)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     texts = [torch.randint(3, vocab, (length,)) for length in (3, 11, 7)]
     runner = ModelRunner(model, len(texts), 48)
@@ -127,7 +154,9 @@ def _ragged_error(model: PreTrainedModel) -> float:
     for kept in ((2, 0, 4), (3, 4, 1), (0, 0, 0)):
         block = torch.randint(3, vocab, (len(texts), 4))
         starts = torch.tensor([[len(text)] for text in texts])
+        model.set_attn_implementation(implementation)
         logits = runner.forward(rows, block, starts + torch.arange(4), longest + 16).logits
+        model.set_attn_implementation(plain)
         for row, text in enumerate(texts):
             alone = model(input_ids=torch.cat([text, block[row]])[None], use_cache=False).logits[0, -4:]
             worst = max(worst, (logits[row] - alone).abs().max().item())

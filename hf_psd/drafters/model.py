@@ -86,9 +86,10 @@ class ModelDrafter(Drafter):
         assert self._runner is not None
         last = self._runner.last_position
         if request.most + budget - 1 > last and budget > 0:
-            self._session.warn(
-                f"psd: drafter {self.name} knows {last} positions; rows that are longer go on without its drafts."
-            )
+            if request.limit > last:
+                self._session.warn(
+                    f"psd: drafter {self.name} knows {last} positions; rows that are longer go on without its drafts."
+                )
             return max(0, last - request.most + 1)
         return budget
 
