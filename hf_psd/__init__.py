@@ -5,6 +5,7 @@ from .config import PSDConfig
 from .drafters.base import Drafter
 from .hooks import StepContext, StepHook, StepHookList
 from .stats import PSDStats
+from .workspace import release
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "enable",
     "generate",
     "last_stats",
+    "release",
 ]
 
 enable()

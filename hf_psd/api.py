@@ -115,7 +115,7 @@ def _decode(
     ledger = Ledger(
         prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=psd_ask.streamer is not None
     )
-    pipeline = ProcessorPipeline(logits_processor, device)
+    pipeline = ProcessorPipeline(logits_processor, device, batch_size=prompts.shape[0])
     sampler = Sampler(
         pipeline, generation_config.do_sample, config.verification, _seed(config, generation_config.do_sample)
     )

@@ -19,7 +19,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Settings whose machinery is not built yet accept only the value that describes today's behaviour.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "reward": ("acceptance",),
-    "cuda_graphs": ("auto", False),
     "fused_ops": ("auto", False),
     "compile": (False,),
     "per_request": (False,),
@@ -53,7 +52,8 @@ class PSDConfig:
         kv_memory: Bytes for KV blocks.
         attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads lengths
             on the device; `"auto"` the latter on CUDA where it fits the model.
-        cuda_graphs: Capture the step in CUDA graphs.
+        cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one CUDA device
+            and on the fast attention route. KV caches and graphs then stay with the target (`hf_psd.release`).
         fused_ops: Use fused RMSNorm, RoPE and SwiGLU where installed.
         compile: Use `torch.compile` on the step.
 

@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from .attention import FAST
 from .config import PSDConfig
-from .drafters.base import Drafter, Outcome, Session
+from .drafters.base import Drafter, Session
+from .graphs import signature
 from .hooks import StepContext, StepHookList
-from .lanes import HostRing, Lane
+from .lanes import HostRing
 from .ledger import Ledger
 from .phases import BatchManager, Request
 from .roster import Roster
-from .runner import ModelRunner, Rows, upload
+from .runner import Rows, implementation_of, input_device, upload
 from .selection import Plan
-from .state import Limits, SequenceState
 from .stats import DrafterStats, PSDStats
-from .verification import cut, judge
+from .verification import Verifier
 from .verify.sampler import Judgement, Sampler
+from .workspace import obtain
 
 
 @dataclass
@@ -67,16 +69,21 @@ class Engine:
         self.call, self.hooks, self.stats = call, hooks, call.stats
         rules, batch = call.ledger.rules, call.prompts.shape[0]
         self.gamma = int(call.config.gamma)
-        self.limits = Limits(batch, rules.max_columns, self.gamma)
-        self.runner = ModelRunner(call.model, batch, self.limits.capacity)
+        self.batch = batch
+        self.graphing = self._may_graph()
+        self.space = obtain(call.model, batch, rules.max_columns, self.gamma, call.ledger.pad_id, self.graphing)
+        self.runner, self.state, self.lane = self.space.runner, self.space.state, self.space.lane
         device = self.runner.device
-        self.state = SequenceState(self.limits, device, call.ledger.pad_id)
-        self.eos = torch.tensor(rules.eos_ids, dtype=torch.long, device=device) if rules.eos_ids else None
-        self.lane = Lane(device)
+        eos = torch.tensor(rules.eos_ids, dtype=torch.long, device=device) if rules.eos_ids else None
         self.ring = HostRing(device)
         drafting = call.config.mode != "ar"
         self.manager = BatchManager(groups=2 if call.config.mode == "psd" else 1, drafting=drafting)
-        self.roster = Roster(call.drafters if drafting else [], device, call.stats)
+        self.roster = Roster(call.drafters if drafting else [], self.space, call.stats)
+        if self.graphing:
+            self.space.seed.fill_(_signed(call.sampler.seed))
+            call.sampler.seed = self.space.seed
+        self.law = (signature(call.sampler.pipeline.processors), call.sampler.do_sample, call.sampler.law, str(rules.eos_ids))
+        self.verifier = Verifier(self.runner, self.state, call.sampler, self.roster, eos)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
         self.step = -1
 
@@ -108,7 +115,7 @@ class Engine:
         context.prompts = call.prompts
         self.hooks.call("on_start", context)
         vocab = self.runner.vocab_size
-        session = Session(self.limits, call.sampler, device, vocab, self.roster.warn_once)
+        session = Session(self.space, call.sampler, vocab, self.law, self.roster.warn_once)
         with self.lane.work():
             padding = upload(call.padding, device)
             request_ids = upload(call.request_ids, device)
@@ -119,6 +126,29 @@ class Engine:
             self.roster.start(session, self.state.view(rows))
         self.lane.mark()
         self.manager.add(requests)
+
+    def _may_graph(self) -> bool:
+        """Whether this call's steps can be captured; says why not in the statistics where the user would expect it."""
+        call = self.call
+        device = input_device(call.model)
+        wanted = call.config.cuda_graphs
+        reasons = {
+            "the target is not on CUDA": device.type != "cuda",
+            "the target is split over several devices": len(set(getattr(call.model, "hf_device_map", {}).values())) > 1,
+            "the target does not run on the fast attention route": implementation_of(call.model) != FAST,
+            "a logits processor must be called one by one": call.sampler.pipeline.exact_only,
+            "a logits processor's behaviour cannot be told from its attributes": (
+                signature(call.sampler.pipeline.processors) is None
+            ),
+            "scores or logits are returned": call.keep_scores,
+            "a drafter of the user's own takes part": not all(drafter.capturable for drafter in call.drafters),
+        }
+        reason = next((text for text, holds in reasons.items() if holds), None)
+        if wanted is False or reason is None:
+            return wanted is not False
+        if wanted is True or device.type == "cuda":
+            self.stats.notes.append(f"no CUDA graphs: {reason}")
+        return False
 
     def _describe(self) -> None:
         call, stats = self.call, self.stats
@@ -170,26 +200,20 @@ class Engine:
         width = 1 + max(max(0, min(count, request.room)) for request, (_, count) in zip(requests, pending))
         context = self._context(requests)
         context.width = width
+        slots = [request.slot for request in requests]
+        graphs = self.space.verify_graphs if self.graphing else None
         with self.lane.work():
-            rows = Rows([request.slot for request in requests], self.runner.device)
-            view = self.state.view(rows)
-            drafts = self.state.draft_ids.index_select(0, rows.slots)[:, : width - 1]
-            context.slots, context.drafts = rows.slots, drafts
+            rows = graphs.rows(slots) if graphs else Rows(slots, self.runner.device)
+            context.slots = rows.slots[: len(slots)]
+            context.drafts = self.state.draft_ids.index_select(0, context.slots)[:, : width - 1]
             self.hooks.call("before_verify", context)
-            self.roster.draft_ahead(view, drafts)
-            bound = max(request.most for request in requests) + width
-            judgement, hidden_states = judge(
-                self.runner, self.call.sampler, self.state, view, drafts, bound, self.roster.needs_hidden_states
-            )
-            counts, ended = cut(view, judgement, self.eos)
-            self.state.commit(view, judgement.ids, counts, ended)
-            failed = self.state.failed_drafter.index_select(0, rows.slots)
-            source = self.state.source.index_select(0, rows.slots)
-            self.state.clear_drafts(rows)
-            accepted, drafted = judgement.counts - 1, (drafts >= 0).sum(1)
-            announced = self.roster.commit(Outcome(self.state.view(rows), accepted, hidden_states))
-            numbers = [counts, accepted, drafted, ended.long(), judgement.bad.long(), failed, source, *announced]
-            packet = torch.cat([judgement.ids, torch.stack(numbers, 1)], 1)
+            if graphs:
+                key = (self.law, self.roster.keys, len(rows), width)
+                packet, judgement = graphs.run(
+                    key, rows, lambda: self.verifier(rows, width, self.space.limits.capacity)
+                )
+            else:
+                packet, judgement = self.verifier(rows, width, max(request.most for request in requests) + width)
             kept = judgement if self.call.keep_scores else None
             self.ring.push(Verification(self.step, requests, width, kept), packet)
         self.lane.mark()
@@ -247,6 +271,11 @@ class Engine:
             self.gamma,
             stream=self.lane.stream,
             stats=self.stats,
-            batch_size=self.limits.slots,
+            batch_size=self.batch,
             balance=self.manager.balance if self.manager.groups == 2 else None,
         )
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as an int64 value."""
+    return seed - 2**64 if seed >= 2**63 else seed

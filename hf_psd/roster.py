@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
-from .drafters.base import Drafter, Outcome, Proposal, Session, Task
+from .drafters.base import Drafter, Outcome, Proposal, Session, Shape, Task
 from .lanes import Lane
 from .phases import Request
 from .runner import Rows
 from .selection import Arm, Plan
 from .state import SequenceState, View
 from .stats import PSDStats
+from .workspace import Workspace
 
 
 class Roster:
@@ -23,17 +24,18 @@ class Roster:
 
     Args:
         drafters: in the user's order; their place is their key.
-        device: the target's device.
+        space: the call's device buffers and lanes.
         stats: where retirements are noted.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], device: torch.device, stats: PSDStats):
-        self.drafters, self.device, self.stats = list(drafters), device, stats
+    def __init__(self, drafters: Sequence[Drafter], space: Workspace, stats: PSDStats):
+        self.drafters, self.space, self.stats = list(drafters), space, stats
+        self.device = space.runner.device
         self.alive: dict[int, Drafter] = dict(enumerate(drafters))
         self._session: Session | None = None
         self.announcers = [key for key, drafter in self.alive.items() if drafter.announces]
-        self.lane = Lane(device)
-        self._lanes: dict[torch.device, Lane] = {device: self.lane}
+        self.lane = space.draft_lane
+        self._lanes: dict[torch.device, Lane] = {self.device: self.lane}
         self._warned: set[str] = set()
 
     @property
@@ -55,11 +57,13 @@ class Roster:
 
     def draft(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
         """Runs the plan's drafters for the requests' rows and stores what they drafted: [R, gamma] ids, -1 where none."""
+        assert self._session is not None
+        if self._can_replay(plan):
+            return self._replay(state, requests, plan)
         with self.lane.work():
             rows = Rows([request.slot for request in requests], self.device)
             view = state.view(rows)
         self.lane.mark()
-        assert self._session is not None
         proposals = []
         for key, budgets in plan:
             began = time.perf_counter()
@@ -114,6 +118,46 @@ class Roster:
             with self._retiring(key):
                 drafter.end()
 
+    def _can_replay(self, plan: Plan) -> bool:
+        drafters = [self.alive[key] for key, _ in plan if key in self.alive]
+        graphs = self.space.draft_graphs is not None and len(drafters) == len(plan)
+        return graphs and all(each.capturable and each.device in (None, self.device) for each in drafters)
+
+    def _replay(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
+        """The same as one graph: the host's part of every drafter first, then one replay for all that the device does."""
+        graphs, session, limits = self.space.draft_graphs, self._session, self.space.limits
+        assert graphs is not None and session is not None
+        slots = [request.slot for request in requests]
+        with self.lane.work():
+            rows = graphs.rows(slots)
+
+            def view_of(index: list[int]) -> View:
+                return state.view(Rows([slots[row] for row in index], self.device))
+
+            turns = []
+            for key, budgets in plan:
+                with self._retiring(key):
+                    shape = self.alive[key].prepare(requests, budgets, view_of)
+                    # Few widths, so that few graphs are captured; feeding a token again changes nothing.
+                    width = 2 if shape.width <= 2 else limits.gamma + 1
+                    shape = Shape(shape.budgets, width, shape.depth, limits.capacity - limits.gamma - 1)
+                    turns.append((key, graphs.numbers(key, shape.budgets, len(rows)), shape))
+
+            def turn() -> torch.Tensor:
+                view = state.view(rows)
+                proposals = [(key, self.drafters[key].propose(view, budget, shape)) for key, budget, shape in turns]
+                return _store(state, rows, proposals, session.vocab_size)
+
+            shapes = tuple((key, shape.width, shape.depth) for key, _, shape in turns)
+            ids = graphs.run((session.law, len(rows), shapes), rows, turn)
+        self.lane.mark()
+        return ids[: len(slots)]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the drafters that can still be chosen: what a captured verification tells."""
+        return tuple(drafter.name for drafter in self.alive.values())
+
     def _propose(self, drafter: Drafter, task: Task) -> Proposal:
         """Lets a drafter work on its own lane and brings what it drafted to the target's device."""
         device = drafter.device or self.device
@@ -158,7 +202,8 @@ def _store(
     device = state.device
     ids = torch.full((len(rows), state.gamma), -1, dtype=torch.long, device=device)
     point_mass = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    failed_drafter, source = torch.full((2, len(rows)), -1, dtype=torch.long, device=device)
+    failed_drafter = torch.full((len(rows),), -1, dtype=torch.long, device=device)
+    source = failed_drafter.clone()
     scores = None
     for key, proposal in proposals:
         sound = ((proposal.ids >= 0) & (proposal.ids < vocab_size)).long().cumprod(1).bool()

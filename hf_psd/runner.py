@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int):
-        self.model = model
+        self._model = weakref.ref(model)  # buffers kept with a model must not keep it alive
         text_config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
         self.vocab_size: int = output_vocab_size(model)
@@ -74,6 +75,12 @@ class ModelRunner:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None
+        return model
 
     def forward(
         self,
@@ -125,6 +132,11 @@ class ModelRunner:
         for start in range(0, ids.shape[1], _PIECE):
             piece = slice(start, start + _PIECE)
             self.forward(rows, ids[:, piece], positions[:, piece], kv_length, logits_to_keep=1)
+
+
+def implementation_of(model: PreTrainedModel) -> str:
+    """Name of the attention implementation the model's decoder is set to."""
+    return model.config.get_text_config(decoder=True)._attn_implementation
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

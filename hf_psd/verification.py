@@ -4,11 +4,59 @@ from __future__ import annotations
 
 import torch
 
-from .runner import ModelRunner
+from .drafters.base import Outcome
+from .roster import Roster
+from .runner import ModelRunner, Rows
 from .state import SequenceState, View
 from .verify.sampler import Judgement, Sampler
 
 HiddenStates = tuple[torch.Tensor, ...] | None
+
+
+class Verifier:
+    """One verification as a function of device state alone, so that it can be captured in a CUDA graph.
+
+    Args:
+        runner: the target.
+        state: all requests.
+        sampler: the output law.
+        roster: drafters, told of each commit.
+        eos: [E] int64 end tokens on the device, or None.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, state: SequenceState, sampler: Sampler, roster: Roster, eos: torch.Tensor | None
+    ):
+        self.runner, self.state, self.sampler, self.roster, self.eos = runner, state, sampler, roster, eos
+
+    def __call__(self, rows: Rows, width: int, kv_length: int) -> tuple[torch.Tensor, Judgement]:
+        """Verifies the drafts of R requests and commits what stands.
+
+        Args:
+            rows: the requests.
+            width: T, tokens fed per row; drafts beyond T - 1 are dropped.
+            kv_length: bounds the rows' lengths with their drafts.
+
+        Returns:
+            The packet for the host, [R, T + 7 + announcers] int64: emitted ids, then how many stand, accepted, drafted,
+            ended, bad, failed drafter, drafter of the drafts, announced drafts; and the judgement itself.
+        """
+        state = self.state
+        view = state.view(rows)
+        drafts = state.draft_ids.index_select(0, rows.slots)[:, : width - 1]
+        self.roster.draft_ahead(view, drafts)
+        judgement, hidden_states = judge(
+            self.runner, self.sampler, state, view, drafts, kv_length, self.roster.needs_hidden_states
+        )
+        counts, ended = cut(view, judgement, self.eos)
+        state.commit(view, judgement.ids, counts, ended)
+        failed = state.failed_drafter.index_select(0, rows.slots)
+        source = state.source.index_select(0, rows.slots)
+        state.clear_drafts(rows)
+        accepted, drafted = judgement.counts - 1, (drafts >= 0).sum(1)
+        announced = self.roster.commit(Outcome(state.view(rows), accepted, hidden_states))
+        numbers = [counts, accepted, drafted, ended.long(), judgement.bad.long(), failed, source, *announced]
+        return torch.cat([judgement.ids, torch.stack(numbers, 1)], 1), judgement
 
 
 def judge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..phases import Request
 from ..state import Limits, View
 from ..verify.sampler import Sampler
+from ..workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What fixes the launches of a draft turn.
+
+    Attributes:
+        budgets: drafts per row after clipping.
+        width: committed tokens the first forward feeds per row.
+        depth: forwards in the chain.
+        bound: an upper bound of the rows' lengths.
+    """
+
+    budgets: list[int]
+    width: int = 1
+    depth: int = 0
+    bound: int = 0
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A verification as drafters see it, on the target's device.
 
@@ -76,18 +94,28 @@ class Session:
     """What a drafter may know about the call it serves.
 
     Attributes:
-        limits: sizes of the call.
+        space: the call's device buffers; `space.scratch` keeps a drafter's own between calls.
         sampler: draws draft tokens so that the verification law holds.
-        device: the target's device.
         vocab_size: width of the target's logits.
+        law: a key of all that the sampler's behaviour depends on, the seed apart.
         warn: says something to the user once per call.
     """
 
-    limits: Limits
+    space: Workspace
     sampler: Sampler
-    device: torch.device
     vocab_size: int
+    law: Hashable
     warn: Callable[[str], None]
+
+    @property
+    def limits(self) -> Limits:
+        """Sizes of the call."""
+        return self.space.limits
+
+    @property
+    def device(self) -> torch.device:
+        """The target's device."""
+        return self.space.runner.device
 
 
 class Drafter:
@@ -99,6 +127,8 @@ class Drafter:
         needs_hidden_states: `commit` gets the target's hidden states (feature-level heads such as EAGLE or Medusa).
         draft_ahead: `ahead` is called while the rows are being verified (pre-verification as in PEARL).
         announces: `announce` tells how many drafts it has for a row's next turn before it is asked.
+        capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and `commit` and
+            `announce` touch nothing but buffers kept in `Session.space`.
         forwards: model forwards of this call so far.
     """
 
@@ -107,6 +137,7 @@ class Drafter:
     needs_hidden_states = False
     draft_ahead = False
     announces = False
+    capturable = False
     forwards = 0
 
     def start(self, session: Session) -> None:
@@ -117,6 +148,17 @@ class Drafter:
 
     def draft(self, task: Task) -> Proposal:
         """Proposes up to `task.budgets` tokens per row, which may be fewer (a ragged budget)."""
+        raise NotImplementedError
+
+    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
+        """The host's part of drafting: clips budgets, may run forwards that are due first, fixes the shape of the rest.
+
+        `view_of` gathers the state of some of the rows, named by their place in `requests`.
+        """
+        raise NotImplementedError
+
+    def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
+        """The device's part: drafts up to `budget` [R] int64 tokens per row. Depends on `shape` and device state alone."""
         raise NotImplementedError
 
     def ahead(self, view: View, draft_ids: torch.Tensor) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+
 import torch
 from transformers import PreTrainedModel
 
 from ..phases import Request
 from ..runner import ModelRunner, Rows, input_device, upload
 from ..state import View
-from .base import Drafter, Proposal, Session, Task
+from .base import Drafter, Proposal, Session, Shape, Task
 
 
 class ModelDrafter(Drafter):
@@ -19,42 +22,59 @@ class ModelDrafter(Drafter):
         key: its number among the call's drafters, under which requests remember how much of them its KV covers.
     """
 
+    capturable = True
+
     def __init__(self, model: PreTrainedModel, key: int):
-        self.model, self.key = model, key
+        self._model, self.key = weakref.ref(model), key
         self.name = f"model:{type(model).__name__}#{key}"
         self.device = input_device(model)
         self._runner: ModelRunner | None = None
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The drafter's model; the caller keeps it alive."""
+        return self._model()
 
     def start(self, session: Session) -> None:
         self._session = session
         self.forwards = 0
         self._sampler = session.sampler.on(self.device)
-        self._runner = ModelRunner(self.model, session.limits.slots, session.limits.capacity)
+        assert self.model is not None
+        self._runner = session.space.runner_for(self.model, self.key)
+        self.capturable = self._runner.fast
 
     def end(self) -> None:
         self._runner = None
 
     def draft(self, task: Task) -> Proposal:
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
-        budgets = [self._within_window(request, budget) for request, budget in zip(task.requests, task.budgets)]
-        index = [row for row, budget in enumerate(budgets) if budget > 0]
-        limits, rows_count = self._session.limits, len(budgets)
-        if not index:
-            return Proposal(torch.full((rows_count, limits.gamma), -1, dtype=torch.long, device=self.device))
-        at = upload(index, self.device)
+        index = [row for row, budget in enumerate(task.budgets) if budget > 0]
+        requests, budgets = [task.requests[row] for row in index], [task.budgets[row] for row in index]
         view = self._part(task.view, index)
-        requests = [task.requests[row] for row in index]
-        width = self._catch_up(view, requests)
-        budget = upload([budgets[row] for row in index], self.device)
-        part = self._chain(view, budget, width, max(budgets), max(request.most for request in requests))
+        shape = self.prepare(requests, budgets, lambda rows: self._part(view, rows))
+        part = self.propose(view, upload(shape.budgets, self.device), shape)
+        rows_count = len(task.budgets)
         if len(index) == rows_count:
             return part
-        ids = part.ids.new_full((rows_count, limits.gamma), -1).index_copy_(0, at, part.ids)
-        failed = part.failed.new_zeros(rows_count).index_copy_(0, at, part.failed)
+        at = upload(index, self.device)
+        ids = part.ids.new_full((rows_count, part.ids.shape[1]), -1).index_copy_(0, at, part.ids)
+        failed = torch.zeros(rows_count, dtype=torch.bool, device=self.device).index_copy_(0, at, part.failed)
         scores = part.scores
         if scores is not None:
             scores = scores.new_zeros(rows_count, *scores.shape[1:]).index_copy_(0, at, scores)
         return Proposal(ids, scores, failed=failed)
+
+    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
+        budgets = [self._within_window(request, budget) for request, budget in zip(requests, budgets)]
+        index = [row for row, budget in enumerate(budgets) if budget > 0]
+        if not index:
+            return Shape(budgets)
+        width = self._catch_up([requests[row] for row in index], lambda rows: view_of([index[row] for row in rows]))
+        self.forwards += max(budgets)
+        return Shape(budgets, width, max(budgets), max(request.most for request in requests))
+
+    def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
+        return self._chain(view, budget, shape.width, shape.depth, shape.bound)
 
     def _chain(self, view: View, budget: torch.Tensor, width: int, depth: int, bound: int) -> Proposal:
         """Drafts up to `budget` [R] tokens per row by `depth` forwards, the first over the last `width` tokens.
@@ -66,6 +86,7 @@ class ModelDrafter(Drafter):
         failed = torch.zeros_like(view.done)
         all_scores = []
         fed, positions = view.last_tokens(width)
+        positions = torch.where(budget[:, None] > 0, positions, -1)  # rows beyond the model's positions
         for step in range(depth):
             logits = self._forward(view, fed, positions, bound + step)
             drawn, scores, bad = self._sampler.draw(logits, view, step, session.vocab_size)
@@ -78,7 +99,8 @@ class ModelDrafter(Drafter):
             positions = torch.where(step + 1 < budget, view.length + step, -1)[:, None]
         if not self._sampler.needs_scores:
             return Proposal(ids, failed=failed)
-        missing = [torch.zeros_like(all_scores[0])] * (session.limits.gamma - depth)
+        empty = torch.zeros(len(view.rows), session.vocab_size, device=self.device)
+        missing = [empty] * (session.limits.gamma - depth)
         return Proposal(ids, torch.stack(all_scores + missing, 1), failed=failed)
 
     def _within_window(self, request: Request, budget: int) -> int:
@@ -93,14 +115,14 @@ class ModelDrafter(Drafter):
             return max(0, last - request.most + 1)
         return budget
 
-    def _catch_up(self, view: View, requests: list[Request]) -> int:
+    def _catch_up(self, requests: list[Request], view_of: Callable[[list[int]], View]) -> int:
         """Feeds rows that lag far behind; returns how many of each row's last tokens are still to be fed, at least 1."""
         assert self._runner is not None
         lags = [self._lag(request) for request in requests]
         usual = self._session.limits.gamma + 1
         late = [row for row, lag in enumerate(lags) if lag > usual]
         if late:
-            part = self._part(view, late)
+            part = view_of(late)
             ids, positions = part.last_tokens(max(lags[row] for row in late))
             bound = max(requests[row].most for row in late)
             self.forwards += 1
@@ -118,7 +140,6 @@ class ModelDrafter(Drafter):
 
     def _forward(self, view: View, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> torch.Tensor:
         assert self._runner is not None
-        self.forwards += 1
         return self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=1).logits[:, -1]
 
     def _part(self, view: View, index: list[int]) -> View:

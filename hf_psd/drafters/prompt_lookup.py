@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from ..phases import Request
 from ..runner import upload
 from ..state import View
-from .base import Drafter, Outcome, Proposal, Session, Task
+from .base import Drafter, Outcome, Proposal, Session, Shape, Task
 
 
 class PromptLookup(Drafter):
@@ -22,6 +25,7 @@ class PromptLookup(Drafter):
 
     name = "prompt_lookup"
     announces = True
+    capturable = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2):
         if not 1 <= min_ngram <= max_ngram:
@@ -32,7 +36,10 @@ class PromptLookup(Drafter):
     def start(self, session: Session) -> None:
         limits = session.limits
         self._gamma = limits.gamma
-        self._found = torch.full((limits.slots, limits.gamma), -1, dtype=torch.long, device=session.device)
+        key, shape = (self.name, self.max_ngram, self.min_ngram), (limits.slots, limits.gamma)
+        if key not in session.space.scratch:
+            session.space.scratch[key] = torch.full(shape, -1, dtype=torch.long, device=session.device)
+        self._found = session.space.scratch[key]
 
     def prefill(self, view: View) -> None:
         self._search(view)
@@ -45,9 +52,14 @@ class PromptLookup(Drafter):
         return (self._found.index_select(0, view.rows.slots) >= 0).sum(1)
 
     def draft(self, task: Task) -> Proposal:
+        return self.propose(task.view, upload(task.budgets, task.view.length.device), Shape(list(task.budgets)))
+
+    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
+        return Shape(list(budgets))
+
+    def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
         assert self._found is not None
-        found = self._found.index_select(0, task.view.rows.slots)
-        budget = upload(task.budgets, found.device)
+        found = self._found.index_select(0, view.rows.slots)
         step = torch.arange(self._gamma, device=found.device)
         return Proposal(torch.where(step < budget[:, None], found, -1), point_mass=True)
 

@@ -188,6 +188,9 @@ class ProcessorPipeline:
     def one(self, scores: Tensor, ids: Tensor, row: int) -> Tensor:
         """Call the stock and the user's processors, in list order, on one true prefix.
 
+        Each row is judged alone. This shows where return sequences share a prompt and `prefix_allowed_tokens_fn`
+        leaves one of them only scores of -inf: releases that force such tokens do so only once all are in that state.
+
         Args:
             scores: `[1, V]` fp32; left as it is.
             ids: `[1, cur]` int64, left pads included. Processors get a copy, which they may keep.

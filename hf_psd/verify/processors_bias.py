@@ -63,7 +63,7 @@ def _ordered_groups(entries: list[Entry]) -> list[list[Entry]]:
 
 def _prepare(entries: list[Entry], vocabulary: int, device: torch.device) -> _Biases:
     known = [(ids, bias) for ids, bias in entries if ids[-1] < vocabulary]
-    single = torch.zeros(vocabulary)
+    single = torch.zeros(vocabulary, dtype=torch.float32)
     for ids, bias in known:
         if len(ids) == 1:
             single[ids[0]] = bias

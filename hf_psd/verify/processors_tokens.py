@@ -67,12 +67,13 @@ def encoder_penalty_follows_copies() -> bool:
 def encoder_repetition_penalty(processor: EncoderRepetitionPenaltyLogitsProcessor, placement: Placement) -> Rule:
     prompts = processor.encoder_input_ids.to(placement.device, non_blocking=True)
     sources = prompts.shape[0]
-    copies = placement.copies(sources) if encoder_penalty_follows_copies() else 1
+    follows = encoder_penalty_follows_copies()
+    copies = placement.copies(sources) if follows else 1
     change = _rescale(processor.penalty)
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         source = prefixes.rows // copies
-        tokens = prompts[source.clamp(max=sources - 1)]
+        tokens = prompts[source if follows else source.clamp(max=sources - 1)]
         return rewrite(scores, prefixes.spread(tokens), prefixes.spread((source < sources)[:, None]), change)
 
     return Rule(apply)

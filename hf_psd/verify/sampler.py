@@ -35,7 +35,7 @@ class Sampler:
         seed: 64-bit key of the noise.
     """
 
-    def __init__(self, pipeline: ProcessorPipeline, do_sample: bool, law: str, seed: int):
+    def __init__(self, pipeline: ProcessorPipeline, do_sample: bool, law: str, seed: int | torch.Tensor):
         self.pipeline, self.do_sample, self.law, self.seed = pipeline, do_sample, law, seed
         self._elsewhere: dict[torch.device, Sampler] = {}
 
@@ -47,7 +47,8 @@ class Sampler:
     def on(self, device: torch.device) -> Sampler:
         """The same law with its tensors on another device, for a drafter that lives there."""
         if device not in self._elsewhere:
-            self._elsewhere[device] = Sampler(self.pipeline.to(device), self.do_sample, self.law, self.seed)
+            seed = self.seed.to(device) if isinstance(self.seed, torch.Tensor) else self.seed
+            self._elsewhere[device] = Sampler(self.pipeline.to(device), self.do_sample, self.law, seed)
         return self._elsewhere[device]
 
     def draw(

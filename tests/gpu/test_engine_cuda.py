@@ -108,6 +108,23 @@ def test_coupled_text_is_the_same_on_cpu_and_cuda():
         assert (there.cpu() == here).float().mean() > 0.98, mode
 
 
+def test_graphs_give_the_eager_text_and_are_kept_between_calls():
+    target = tiny()
+    drafters = ["prompt_lookup", noisy(target, 0.03).cuda()]
+    target.cuda()
+    for settings in (GREEDY, SAMPLED, SAMPLED | {"max_new_tokens": 10, "temperature": 1.5}, GREEDY | {"eos_token_id": [28, 34, 14]}):
+        for verification in ("coupled", "rejection"):
+            for mode in ("ar", "sd", "psd"):
+                psd = {"mode": mode, "seed": 11, "verification": verification}
+                texts = [
+                    target.generate(**batch("cuda"), assistant_models=drafters, psd=psd | {"cuda_graphs": graphs}, **settings)
+                    for graphs in (False, True, True)
+                ]
+                assert not hf_psd.last_stats().errors and not hf_psd.last_stats().notes, hf_psd.last_stats()
+                assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]), (settings, psd)
+    hf_psd.release(target)
+
+
 def test_half_precision_runs_and_accepts_a_copy():
     target = tiny().cuda().bfloat16()
     out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], psd=True, **GREEDY)

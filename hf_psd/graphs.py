@@ -1,0 +1,94 @@
+"""CUDA graphs of device-only step functions, captured on first use and replayed after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .lanes import Lane
+from .runner import Rows, upload
+
+_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_WARM_UPS = 2
+
+
+def bucket(rows: int) -> int:
+    """The group size a graph is captured for: the smallest bucket that holds `rows`."""
+    return next((size for size in _BUCKETS if size >= rows), rows)
+
+
+class StepGraphs:
+    """The graphs of one lane. A graph reads and writes buffers that stay where they are; only slot numbers change.
+
+    Args:
+        lane: where the graphs are captured and replayed. Graphs that run at the same time need lanes of their own: those
+            captured on one stream share a cuBLAS workspace.
+        idle_slot: a slot no request owns; it fills groups up to their bucket, and all of a warm-up's rows.
+    """
+
+    def __init__(self, lane: Lane, idle_slot: int):
+        self.lane, self.idle_slot = lane, idle_slot
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], Any], Any]] = {}
+        self._rows: dict[int, Rows] = {}
+        self._numbers: dict[Hashable, torch.Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def rows(self, slots: Sequence[int]) -> Rows:
+        """The slots in a buffer that graphs read, filled up with the idle slot; valid until the next call."""
+        size = bucket(len(slots))
+        if size not in self._rows:
+            self._rows[size] = Rows([self.idle_slot] * size, self.lane.device)
+            self._rows[size].span = None
+        rows = self._rows[size]
+        rows.slots.copy_(upload([*slots, *[self.idle_slot] * (size - len(slots))], self.lane.device))
+        return rows
+
+    def numbers(self, name: Hashable, values: Sequence[int], size: int) -> torch.Tensor:
+        """Other small ints per row, [size] int64, in a buffer of that name that graphs read; missing ones are 0."""
+        key = (name, size)
+        if key not in self._numbers:
+            self._numbers[key] = torch.zeros(size, dtype=torch.long, device=self.lane.device)
+        self._numbers[key].copy_(upload([*values, *[0] * (size - len(values))], self.lane.device))
+        return self._numbers[key]
+
+    def run(self, key: Hashable, rows: Rows, function: Callable[[], Any]) -> Any:
+        """Replays the graph of `function` for `key`, capturing it on first use; returns its output buffers.
+
+        Call it inside the lane's `work()`. The outputs are overwritten by the next replay of the same key.
+        """
+        if key not in self._captured:
+            self._captured[key] = self._capture(rows, function)
+        graph, _, outputs = self._captured[key]
+        graph.replay()
+        return outputs
+
+    def _capture(self, rows: Rows, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Callable[[], Any], Any]:
+        wanted = rows.slots.clone()
+        rows.slots.fill_(self.idle_slot)  # what a warm-up commits must belong to nobody
+        for _ in range(_WARM_UPS):
+            function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.lane.stream):
+            outputs = function()
+        rows.slots.copy_(wanted)
+        return graph, function, outputs
+
+
+def signature(objects: Sequence[Any]) -> Hashable | None:
+    """What the behaviour of logits processors depends on, as a key; None if that cannot be told."""
+    try:
+        return tuple((type(each), tuple((name, _freeze(value)) for name, value in sorted(vars(each).items()))) for each in objects)
+    except TypeError:
+        return None
+
+
+def _freeze(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() <= 4096:
+        return (tuple(value.shape), tuple(value.flatten().tolist()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(each) for each in value)
+    raise TypeError(f"cannot tell what a {type(value).__name__} does")

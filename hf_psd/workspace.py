@@ -1,0 +1,76 @@
+"""The device buffers of a call: built for it, or kept with the target so that captured graphs stay valid."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .graphs import StepGraphs, bucket
+from .lanes import Lane
+from .runner import ModelRunner, input_device
+from .state import Limits, SequenceState
+
+_COLUMN_GRANULE = 256
+_kept: weakref.WeakKeyDictionary[PreTrainedModel, Workspace] = weakref.WeakKeyDictionary()
+
+
+class Workspace:
+    """KV caches, sequence state, lanes and graphs of one target with its drafters.
+
+    Args:
+        model: the target.
+        limits: sizes; with graphs, the last slot is the idle one.
+        pad_id: fills rows past their end.
+        graphs: whether steps may be captured.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: Limits, pad_id: int, graphs: bool):
+        device = input_device(model)
+        self.limits, self.graphs = limits, graphs
+        self.runner = ModelRunner(model, limits.slots, limits.capacity)
+        self.state = SequenceState(limits, device, pad_id)
+        self.lane, self.draft_lane = Lane(device), Lane(device)
+        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.scratch: dict[Any, Any] = {}
+        self.verify_graphs = StepGraphs(self.lane, limits.slots - 1) if graphs else None
+        self.draft_graphs = StepGraphs(self.draft_lane, limits.slots - 1) if graphs else None
+        self._drafter_runners: dict[int, tuple[weakref.ref[PreTrainedModel], ModelRunner]] = {}
+
+    def runner_for(self, model: PreTrainedModel, key: int) -> ModelRunner:
+        """The runner of drafter number `key`, kept while that number means the same model."""
+        known = self._drafter_runners.get(key)
+        if known is not None and known[0]() is model:
+            return known[1]
+        if known is not None and self.draft_graphs is not None:
+            self.draft_graphs = StepGraphs(self.draft_lane, self.limits.slots - 1)
+        runner = ModelRunner(model, self.limits.slots, self.limits.capacity)
+        self._drafter_runners[key] = (weakref.ref(model), runner)
+        return runner
+
+    def serves(self, batch: int, columns: int, gamma: int) -> bool:
+        limits = self.limits
+        return limits.slots - 1 >= batch and limits.columns >= columns and limits.gamma == gamma
+
+
+def obtain(model: PreTrainedModel, batch: int, columns: int, gamma: int, pad_id: int, graphs: bool) -> Workspace:
+    """A workspace for `batch` rows of at most `columns` ids. With graphs it is kept, one per target, while the target lives."""
+    if not graphs:
+        return Workspace(model, Limits(batch, columns, gamma), pad_id, graphs=False)
+    known = _kept.get(model)
+    if known is None or not known.serves(batch, columns, gamma):
+        _kept.pop(model, None)
+        known = None
+        limits = Limits(bucket(batch) + 1, -(-columns // _COLUMN_GRANULE) * _COLUMN_GRANULE, gamma)
+        _kept[model] = Workspace(model, limits, pad_id, graphs=True)
+    return _kept[model]
+
+
+def release(model: PreTrainedModel | None = None) -> None:
+    """Frees the KV caches and graphs kept with `model`, or with every model."""
+    if model is None:
+        _kept.clear()
+    else:
+        _kept.pop(model, None)
