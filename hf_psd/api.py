@@ -22,6 +22,7 @@ from .config import PSDConfig
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
 from .engine import Call, Engine
+from .fused import fused, models_to_fuse
 from .hooks import StepHook, StepHookList
 from .ledger import Ledger, StopRules
 from .outputs import shape_output
@@ -133,7 +134,10 @@ def _decode(
     )
     _last_stats = call.stats
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
-    with torch.no_grad(), inference_state({each: choose_attention(each, config.attention) for each in models}):
+    fusing = models_to_fuse(models, config.fused_ops)
+    call.fused = bool(fusing)
+    attention = {each: choose_attention(each, config.attention) for each in models}
+    with torch.no_grad(), inference_state(attention), fused(fusing):
         engine = Engine(call, hooks := StepHookList())
         hooks.append(SelectionHook(make_selector(config.selector), lambda: engine.roster.arms))
         hooks.append(StatsHook(call.stats))

@@ -79,8 +79,6 @@ def _resolve_drafter(entry: Any, number: int) -> Drafter:
     if not isinstance(entry, torch.nn.Module):
         raise TypeError(f"{name} must be a causal LM, 'prompt_lookup' or a Drafter, got {type(entry).__name__}.")
     model = _unwrap(entry, name)
-    if any(parameter.is_meta for parameter in model.parameters()) and not hasattr(model, "hf_device_map"):
-        raise ValueError(f"{name} ({type(model).__name__}) is on the meta device; load its weights first.")
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"{name} ({type(model).__name__}) is not a causal LM with a language modelling head.")
     check_supported(model, name)
@@ -95,6 +93,12 @@ def _unwrap(model: Any, name: str) -> PreTrainedModel:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"psd: {name} must be a transformers model, got {type(model).__name__}.")
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not offloaded and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"psd: {name} ({type(model).__name__}) is on the meta device; load its weights first.")
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks):
+        raise ValueError(f"psd: adapter_names cannot be used with psd; {_REFUSED['adapter_names']}")
     return model
 
 
@@ -103,9 +107,11 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"psd: {name} cannot be used with psd; {advice}")
-    given = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
-    if (given or getattr(target.generation_config, "cache_implementation", None)) == "paged":
-        raise ValueError("psd: cache_implementation='paged' cannot be combined with psd, which keeps a cache of its own.")
+    configs = (kwargs.get("generation_config"), target.generation_config)
+    caches = [kwargs.get("cache_implementation"), *(getattr(config, "cache_implementation", None) for config in configs)]
+    cache = next((name for name in caches if name is not None), "dynamic")
+    if cache != "dynamic":
+        raise ValueError(f"psd: cache_implementation={cache!r} cannot be combined with psd, which keeps its own cache.")
     tokenizer = kwargs.get("tokenizer")
     for number, other in enumerate(kwargs.pop("assistant_tokenizers", None) or []):
         if tokenizer is None or tokenizer.get_vocab() != other.get_vocab():
@@ -127,7 +133,6 @@ def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, A
         "output_attentions": bool(config.output_attentions),
         "output_hidden_states": bool(config.output_hidden_states),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
     }
     for name, refused in refusals.items():
         if refused:

@@ -19,7 +19,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Settings whose machinery is not built yet accept only the value that describes today's behaviour.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "reward": ("acceptance",),
-    "fused_ops": ("auto", False),
     "compile": (False,),
     "per_request": (False,),
     "context": (None,),
@@ -54,7 +53,8 @@ class PSDConfig:
             on the device; `"auto"` the latter on CUDA where it fits the model.
         cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one CUDA device
             and on the fast attention route. KV caches and graphs then stay with the target (`hf_psd.release`).
-        fused_ops: Use fused RMSNorm, RoPE and SwiGLU where installed.
+        fused_ops: Use liger-kernel's fused RMSNorm, rotary embedding and SwiGLU during the call, on CUDA, for the families they fit;
+            `"auto"` where that package is installed.
         compile: Use `torch.compile` on the step.
 
     Raises:
@@ -87,7 +87,7 @@ class PSDConfig:
             raise ValueError(f"psd: gamma must be an int >= 1, got {self.gamma!r}; mode='ar' decodes without drafts.")
         if isinstance(self.selector, str) and self.selector != "composite":
             raise ValueError(f"psd: selector must be 'composite' or a selector object, got {self.selector!r}.")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
             raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
 
     @classmethod

@@ -38,6 +38,7 @@ class Call:
         ledger: the host's record, which also knows how the call ends.
         request_ids: noise key per row.
         keep_scores: whether processed scores and raw logits of each new token are wanted.
+        fused: whether fused operators stand in for the models' own during the call.
     """
 
     model: PreTrainedModel
@@ -49,6 +50,7 @@ class Call:
     ledger: Ledger
     request_ids: list[int]
     keep_scores: bool = False
+    fused: bool = False
     stats: PSDStats = field(default_factory=PSDStats)
 
 
@@ -82,7 +84,9 @@ class Engine:
         if self.graphing:
             self.space.seed.fill_(_signed(call.sampler.seed))
             call.sampler.seed = self.space.seed
-        self.law = (signature(call.sampler.pipeline.processors), call.sampler.do_sample, call.sampler.law, str(rules.eos_ids))
+        sampler = call.sampler
+        known = signature(sampler.pipeline.processors)
+        self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused)
         self.verifier = Verifier(self.runner, self.state, call.sampler, self.roster, eos)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
         self.step = -1
@@ -185,6 +189,7 @@ class Engine:
     def _plan(self, requests: list[Request]) -> Plan:
         """Asks the selector for budgets and clips them to what each row can still use; [] if nobody drafts."""
         context = self._context(requests)
+        context.step += 1
         self.hooks.call("before_draft", context)
         plan: Plan = []
         for key, budgets in context.plan or []:

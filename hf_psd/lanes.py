@@ -50,7 +50,8 @@ class Lane:
 
         Call it inside `work()`, after `follow`-ing the lane that made the tensor.
         """
-        moved = tensor.to(self.device, non_blocking=True)
+        # On the CPU nothing could tell later work to wait for a copy that is still under way.
+        moved = tensor.to(self.device, non_blocking=self.stream is not None)
         if self.stream is not None and tensor.device.type == "cuda":
             tensor.record_stream(
                 self.stream if tensor.device == self.device else torch.cuda.current_stream(tensor.device)

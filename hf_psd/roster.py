@@ -91,7 +91,7 @@ class Roster:
             with self._retiring(key):
                 drafter.commit(outcome)
                 if drafter.announces:
-                    announced[key] = drafter.announce(outcome.view)
+                    announced[key] = drafter.announce(outcome.view).long().view_as(outcome.accepted)
         return list(announced.values())
 
     def retire(self, key: int, reason: str) -> None:

@@ -37,6 +37,8 @@ class Proposal:
             raise ValueError(f"ids must be int64 [{rows}, {gamma}], got {self.ids.dtype} {list(self.ids.shape)}")
         if self.scores is not None and self.scores.shape != (rows, gamma, vocab):
             raise ValueError(f"scores must be [{rows}, {gamma}, {vocab}], got {list(self.scores.shape)}")
+        if self.failed is not None and self.failed.shape != (rows,):
+            raise ValueError(f"failed must be [{rows}], got {list(self.failed.shape)}")
         if session.sampler.needs_scores and self.scores is None and not self.point_mass:
             raise ValueError("drafts of rejection sampling need the scores they were sampled from, or point_mass")
 

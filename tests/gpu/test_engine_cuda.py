@@ -28,8 +28,8 @@ def tiny(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -123,6 +123,22 @@ def test_graphs_give_the_eager_text_and_are_kept_between_calls():
                 assert not hf_psd.last_stats().errors and not hf_psd.last_stats().notes, hf_psd.last_stats()
                 assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]), (settings, psd)
     hf_psd.release(target)
+
+
+def test_fused_operators_give_the_same_text_and_leave_no_trace():
+    from hf_psd.fused import available
+
+    if not available():
+        print("skipped: liger-kernel is not installed")
+        return
+    target, drafter = tiny().cuda(), noisy(tiny(), 0.03).cuda()
+    plain = target.generate(**batch("cuda"), **GREEDY)
+    for graphs in (False, True):
+        psd = {"fused_ops": True, "cuda_graphs": graphs}
+        out = target.generate(**batch("cuda"), assistant_models=[drafter], psd=psd, **GREEDY)
+        assert torch.equal(out, plain)
+    assert not any("forward" in vars(module) for module in target.modules())
+    assert torch.equal(target.generate(**batch("cuda"), **GREEDY), plain)
 
 
 def test_half_precision_runs_and_accepts_a_copy():
