@@ -24,10 +24,11 @@ from .drafters.model import ModelDrafter
 from .engine import Call, Engine
 from .fused import fused, models_to_fuse
 from .hooks import StepHook, StepHookList
+from .learning import make_selector
 from .ledger import Ledger, StopRules
 from .outputs import shape_output
 from .runner import inference_state, input_device
-from .selection import SelectionHook, make_selector
+from .selection import SelectionHook
 from .stats import PSDStats, StatsHook
 from .streaming import StreamHook, ending_streamer
 from .support import choose_attention
@@ -117,9 +118,8 @@ def _decode(
         prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=psd_ask.streamer is not None
     )
     pipeline = ProcessorPipeline(logits_processor, device, batch_size=prompts.shape[0])
-    sampler = Sampler(
-        pipeline, generation_config.do_sample, config.verification, _seed(config, generation_config.do_sample)
-    )
+    seed = _seed(config, generation_config.do_sample)
+    sampler = Sampler(pipeline, generation_config.do_sample, config.verification, seed)
     as_dict = generation_config.return_dict_in_generate
     call = Call(
         model,
@@ -139,7 +139,7 @@ def _decode(
     attention = {each: choose_attention(each, config.attention) for each in models}
     with torch.no_grad(), inference_state(attention), fused(fusing):
         engine = Engine(call, hooks := StepHookList())
-        hooks.append(SelectionHook(make_selector(config.selector), lambda: engine.roster.arms))
+        hooks.append(SelectionHook(make_selector(config, seed), lambda: engine.roster.arms))
         hooks.append(StatsHook(call.stats))
         if psd_ask.streamer is not None:
             hooks.append(StreamHook(psd_ask.streamer, ledger))

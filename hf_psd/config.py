@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from . import bandit
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": ("auto", "ar", "sd", "psd"),
     "verification": ("rejection", "coupled"),
@@ -20,8 +22,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "reward": ("acceptance",),
     "compile": (False,),
-    "per_request": (False,),
-    "context": (None,),
     "max_batch_size": (None,),
     "block_size": (None,),
     "kv_memory": (None,),
@@ -40,10 +40,12 @@ class PSDConfig:
             et al. 2023 (arXiv 2211.17192). `"coupled"`: target and drafter share their noise (Daliri et al. 2024,
             arXiv 2408.07978), so the text depends on the seed alone, not on drafters, gamma, mode or batch split.
         selector: Who chooses each row's drafter: `"composite"` (prompt lookup where the context has a match, else a model
-            drafter, several models in turn) or an object with `plan` and `feedback` (see `hf_psd.selection.Selector`).
+            drafter, several models in turn), the name of a bandit (`hf_psd.bandit.names()`), a bandit instance, which keeps
+            what it has learnt, a class or object with `select` and `update`, or one with `plan` and `feedback`
+            (`hf_psd.selection.Selector`).
         reward: What a learning selector maximises.
-        per_request: Let requests of one step use different model drafters.
-        context: A tag for selectors that learn per domain.
+        per_request: Bandits learn and choose per request instead of per group.
+        context: A tag; bandits keep statistics per tag.
         seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
         request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row number.
         max_batch_size: Seats of the continuous batching queue.
@@ -85,8 +87,9 @@ class PSDConfig:
             _require(name, getattr(self, name), allowed, "is not served by this version except as")
         if isinstance(self.gamma, bool) or not isinstance(self.gamma, int) or self.gamma < 1:
             raise ValueError(f"psd: gamma must be an int >= 1, got {self.gamma!r}; mode='ar' decodes without drafts.")
-        if isinstance(self.selector, str) and self.selector != "composite":
-            raise ValueError(f"psd: selector must be 'composite' or a selector object, got {self.selector!r}.")
+        if isinstance(self.selector, str) and self.selector not in ("composite", *bandit.names()):
+            known = ", ".join(("composite", *bandit.names()))
+            raise ValueError(f"psd: selector must be one of {known}, or a selector object, got {self.selector!r}.")
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
             raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
 

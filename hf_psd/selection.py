@@ -132,17 +132,6 @@ class CompositeSelector:
         return self.records.setdefault((request.index, key), Record())
 
 
-def make_selector(selector: Any) -> Selector:
-    """The selector object for the `selector` setting; a string makes a fresh one, so that no state leaks between calls."""
-    if selector == "composite":
-        return CompositeSelector()
-    if not (hasattr(selector, "plan") and hasattr(selector, "feedback")):
-        raise ValueError(
-            f"psd: selector must be 'composite' or have `plan` and `feedback`, got {type(selector).__name__}."
-        )
-    return selector
-
-
 class SelectionHook(StepHook):
     """Lets a selector plan each draft turn and tells it, a step late, what came of it.
 

@@ -1,0 +1,81 @@
+"""Puts a bandit in charge of choosing drafters: one pull per group and draft turn, or one per request."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from . import bandit
+from .phases import Request
+from .config import PSDConfig
+from .selection import Arm, CompositeSelector, Feedback, Plan, Selector
+
+
+class BanditSelector:
+    """A `Selector` whose arms are the call's drafters and whose reward is the accepted share of the drafted tokens.
+
+    An arm is fixed before its drafts are drawn, and its reward comes a step late; with two groups, two pulls are in flight.
+    A row for which the chosen drafter had nothing to offer counts as one draft that was not accepted.
+
+    Args:
+        spec: name, instance or class, see `hf_psd.bandit.resolve`.
+        seed: of the bandit's own random numbers.
+        per_request: let every request have a bandit context, and so a drafter, of its own.
+        context: the user's tag; rounds with different tags share nothing.
+    """
+
+    def __init__(self, spec: Any, seed: int | None, per_request: bool = False, context: str | None = None):
+        self.spec, self.seed, self.per_request, self.context = spec, seed, per_request, context
+        self.bandit: bandit.BaseSelector[Any] | None = None
+        self._keys: list[int] = []
+        self._flying: dict[int, deque[int]] = defaultdict(deque)
+
+    def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
+        if self.bandit is None:
+            self._keys = [arm.key for arm in arms]
+            self.bandit = bandit.resolve(self.spec, len(arms), self.seed)
+        alive = {arm.key for arm in arms}
+        for number, key in enumerate(self._keys):
+            if key not in alive and number in self.bandit.active_arms:
+                self.bandit.retire(number)
+        if not self.bandit.active_arms:
+            return []
+        contexts = dict.fromkeys(map(self._context_of, requests))
+        chosen = {context: self.bandit.select(context) for context in contexts}
+        budgets: dict[int, list[int]] = {}
+        for row, request in enumerate(requests):
+            arm = chosen[self._context_of(request)]
+            self._flying[request.index].append(arm)
+            budgets.setdefault(self._keys[arm], [0] * len(requests))[row] = gamma
+        return list(budgets.items())
+
+    def feedback(self, results: Sequence[Feedback]) -> None:
+        if self.bandit is None:
+            return
+        accepted: Counter[tuple[int, Hashable]] = Counter()
+        judged: Counter[tuple[int, Hashable]] = Counter()
+        for result in results:
+            flying = self._flying[result.request.index]
+            if flying:
+                pull = flying.popleft(), self._context_of(result.request)
+                accepted[pull] += result.accepted
+                judged[pull] += max(result.drafted, 1)
+        for pull, weight in judged.items():
+            arm, context = pull
+            self.bandit.update(arm, accepted[pull] / weight, weight, context)
+
+    def _context_of(self, request: Request) -> Hashable:
+        if not self.per_request:
+            return self.context
+        return (self.context or "", request.index)
+
+
+def make_selector(config: PSDConfig, seed: int | None) -> Selector:
+    """The selector object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
+    spec = config.selector
+    if spec == "composite":
+        return CompositeSelector()
+    if not isinstance(spec, (str, type)) and hasattr(spec, "plan") and hasattr(spec, "feedback"):
+        return spec
+    return BanditSelector(spec, seed, config.per_request, config.context)
