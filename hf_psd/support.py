@@ -15,6 +15,7 @@ from .runner import ModelRunner, Rows, input_device
 from .shrink import shrink_all, shrink_depth
 
 _TOLERANCE = 1e-3
+_SMALLEST_HEAD = 16  # what a matrix product of the attention kernel needs
 _LARGEST_COPY = 20_000_000
 _ROPE_REFUSED = ("dynamic", "longrope")
 _checked: dict[str, str | None] = {}
@@ -47,12 +48,17 @@ def choose_attention(model: PreTrainedModel, wanted: str) -> str:
     current = model.config.get_text_config(decoder=True)._attn_implementation
     native = current if current in ("eager", "sdpa") else "sdpa"
     on_gpu = input_device(model).type == "cuda" and importlib.util.find_spec("triton") is not None
-    if wanted == "native" or (wanted == "auto" and not on_gpu):
+    if wanted == "native" or (wanted == "auto" and not (on_gpu and _head_dim(model) >= _SMALLEST_HEAD)):
         return native
     reason = _verdict(model, FAST)
     if reason is not None and wanted == "triton":
         raise ValueError(f"psd: attention='triton' does not fit {type(model).__name__}: {reason} Use attention='auto'.")
     return native if reason is not None else FAST
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _verdict(model: PreTrainedModel, implementation: str) -> str | None:

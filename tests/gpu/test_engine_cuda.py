@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_psd
 from hf_psd import StepHook
+from hf_psd.testing import chi_square, joint_law, sample_joint
 
 try:
     import pytest
@@ -24,17 +25,17 @@ GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_toke
 SAMPLED = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, "temperature": 2.0, "top_k": 20}
 
 
-def tiny(seed: int = 0) -> LlamaForCausalLM:
+def tiny(seed: int = 0, vocab_size: int = 64, initializer_range: float = 0.5) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.5,
+        initializer_range=initializer_range,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -94,7 +95,7 @@ def test_a_drafter_on_another_device_gives_the_same_text():
     out = target.generate(**batch("cuda"), assistant_models=[drafter], psd=True, **GREEDY)
     stats = hf_psd.last_stats()
     assert torch.equal(out, plain)
-    assert stats.mode == "psd" and stats.acceptance > 0.2 and not stats.errors
+    assert stats.mode == "psd" and stats.acceptance > 0.2 and not stats.errors, stats
 
 
 def test_coupled_text_is_the_same_on_cpu_and_cuda():
@@ -139,6 +140,20 @@ def test_fused_operators_give_the_same_text_and_leave_no_trace():
         assert torch.equal(out, plain)
     assert not any("forward" in vars(module) for module in target.modules())
     assert torch.equal(target.generate(**batch("cuda"), **GREEDY), plain)
+
+
+def test_rejection_sampling_through_graphs_and_kernels_follows_the_law():
+    target, drafter = tiny(0, 8, 0.25), tiny(5, 8, 0.25)
+    warp = {"do_sample": True, "temperature": 4.0, "top_k": 6, "top_p": 0.95, "eos_token_id": None, "pad_token_id": 0}
+    law = joint_law(target, [3, 4, 5], 3, **warp)
+    target.cuda(), drafter.cuda()
+    for mode in ("sd", "psd"):
+        psd = {"gamma": 2, "mode": mode, "seed": 17}
+        samples = sample_joint(target, [3, 4, 5], 40_960, tokens=3, assistant_models=[drafter], psd=psd, **warp)
+        result = chi_square(law.index(samples), law.probabilities)
+        stats = hf_psd.last_stats()
+        print(mode, result, f"acceptance {stats.acceptance:.2f}", stats.notes)
+        assert result.p_value > 0.01 and 0.1 < stats.acceptance < 0.9 and not stats.notes
 
 
 def test_half_precision_runs_and_accepts_a_copy():
