@@ -16,7 +16,6 @@ install: $(VENV)/.installed
 
 # $(1): folder of the environment, $(2): the transformers line it is for, $(3): further pins
 define environment
-	rm -rf $(1)
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install -q --disable-pip-version-check -r requirements/transformers-$(2).txt \
 		-r requirements/demo.txt -r requirements/test.txt $(3)

@@ -90,6 +90,14 @@ class PSDConfig:
         if isinstance(self.selector, str) and self.selector not in ("composite", *bandit.names()):
             known = ", ".join(("composite", *bandit.names()))
             raise ValueError(f"psd: selector must be one of {known}, or a selector object, got {self.selector!r}.")
+        if not isinstance(self.selector, str) and not any(
+            all(callable(getattr(self.selector, method, None)) for method in pair)
+            for pair in (("plan", "feedback"), ("select", "update"))
+        ):
+            raise ValueError(
+                "psd: a selector object needs the methods plan and feedback, or select and update; got "
+                f"{self.selector!r}."
+            )
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
             raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
 

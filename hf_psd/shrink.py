@@ -17,6 +17,8 @@ _NARROW = {
     "query_pre_attn_scalar": 16,
     "max_position_embeddings": 64,
     "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
     "n_inner": 64,
     "word_embed_proj_dim": 64,
     "num_experts": 4,

@@ -10,6 +10,7 @@ from . import state
 from .checks import check_arm, check_fraction, check_integer, check_number, check_rate
 from .context import check_context
 from .reward import REWARDS
+from .switching import Switching
 from .table import NO_ARM, Table
 from .tally import Entry, Tally
 
@@ -70,22 +71,13 @@ class BaseSelector(Generic[TableT]):
             raise ValueError(f"seed={seed!r}: allowed are an integer and None.")
         self.seed = seed
         self.reward = reward
-        self.min_dwell = check_integer("min_dwell", min_dwell, 1)
-        self.hysteresis = check_number("hysteresis", hysteresis, 0.0, 1.0)
         self.burn_in = int(reward == "goodput") if burn_in is None else check_integer("burn_in", burn_in, 0)
         self.fading = fading
-        self._first_arms = check_integer("n_arms", n_arms, 1)
+        self._first_arms = self.n_arms = check_integer("n_arms", n_arms, 1)
+        self._switching = Switching(n_arms, min_dwell, hysteresis, switch_cost)
         self._check_reward = check_fraction if reward == "acceptance" else check_rate
         self._active = list(range(n_arms))
-        self._switch_cost = [0.0] * n_arms
-        self._handicap: list[float] | None = None
-        self._start_over(n_arms)
-        self.set_switch_cost(switch_cost)
-
-    @property
-    def n_arms(self) -> int:
-        """Number of arms ever, retired ones included."""
-        return len(self._switch_cost)
+        self._start_over()
 
     @property
     def active_arms(self) -> list[int]:
@@ -99,14 +91,14 @@ class BaseSelector(Generic[TableT]):
         """
         table = self._table(context)
         arm = table.incumbent
-        if table.dwell >= self.min_dwell or arm == NO_ARM or arm not in self._active:
+        if table.dwell >= self._switching.min_dwell or arm == NO_ARM or arm not in self._active:
             if not self._active:
                 raise RuntimeError(f"all {self.n_arms} arms are retired; add_arm() gives a new one.")
             arm = self._decide(table)
             if arm != table.incumbent:
                 if table.incumbent != NO_ARM:
                     table.switches += 1
-                    table.switching_paid += self._switch_cost[arm]
+                    table.switching_paid += self._switching.costs[arm]
                 table.incumbent = arm
                 table.dwell = 0
         table.dwell += 1
@@ -199,12 +191,12 @@ class BaseSelector(Generic[TableT]):
     def add_arm(self) -> int:
         """Add an arm to every context and return its number."""
         arm = self.n_arms
-        self._switch_cost.append(0.0)
+        self.n_arms += 1
+        self._switching.resize(self.n_arms)
         self._active.append(arm)
         for table in self._tables.values():
             table.add_arm()
             self._seat_newcomer(table)
-        self._weigh_handicap()
         return arm
 
     def retire(self, arm: int) -> None:
@@ -215,20 +207,14 @@ class BaseSelector(Generic[TableT]):
 
     def reset(self) -> None:
         """Back to the state after construction, the seed included."""
-        self._switch_cost = (self._switch_cost + [0.0] * self._first_arms)[: self._first_arms]
-        self._active = list(range(self._first_arms))
-        self._weigh_handicap()
-        self._start_over(self._first_arms)
+        self.n_arms = self._first_arms
+        self._switching.resize(self.n_arms)
+        self._active = list(range(self.n_arms))
+        self._start_over()
 
     def set_switch_cost(self, switch_cost: float | Sequence[float]) -> None:
         """Replace the switching cost, one number for all arms or one per arm (see the class)."""
-        costs = [switch_cost] * self.n_arms if isinstance(switch_cost, (int, float)) else list(switch_cost)
-        if len(costs) != self.n_arms:
-            raise ValueError(f"{len(costs)} switching costs for {self.n_arms} arms.")
-        for cost in costs:
-            check_number("switch_cost", cost, 0.0)
-        self._switch_cost = [float(cost) for cost in costs]
-        self._weigh_handicap()
+        self._switching.set_costs(switch_cost)
 
     def stats(self) -> dict[str, Any]:
         """Counts and means, in total and per context, ready for JSON.
@@ -253,8 +239,8 @@ class BaseSelector(Generic[TableT]):
 
     def options(self) -> dict[str, Any]:
         """Constructor options that a saved state must agree with."""
-        names = ("reward", "min_dwell", "hysteresis", "burn_in", "fading")
-        return {name: getattr(self, name) for name in names}
+        switching = {"min_dwell": self._switching.min_dwell, "hysteresis": self._switching.hysteresis}
+        return {"reward": self.reward, "burn_in": self.burn_in, "fading": self.fading, **switching}
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{key}={value!r}" for key, value in self.options().items())
@@ -297,24 +283,21 @@ class BaseSelector(Generic[TableT]):
             table = self._tables[check_context(context)] = self._open_table(self.n_arms)
         return table
 
-    def _start_over(self, n_arms: int) -> None:
+    def _start_over(self) -> None:
         self._tables: dict[Hashable, TableT] = {}
         # A text seed keeps this stream apart from a Random(seed) of the caller's, which may produce the rewards.
         self._rng = random.Random() if self.seed is None else random.Random(f"hf_psd.bandit {self.name} {self.seed}")
 
     def _pick(self, table: TableT, scores: list[float]) -> int:
         """The active arm of the highest score (`scores` go by active arms), ties broken evenly at random."""
-        if self._handicap is not None and table.incumbent != NO_ARM:
+        handicap = self._switching.handicap
+        if handicap is not None and table.incumbent != NO_ARM:
             pairs = zip(self._active, scores, strict=True)
-            scores = [s if arm == table.incumbent else s - self._handicap[arm] for arm, s in pairs]
+            scores = [s if arm == table.incumbent else s - handicap[arm] for arm, s in pairs]
         top = max(scores)
         if scores.count(top) == 1:
             return self._active[scores.index(top)]
         return self._rng.choice([arm for arm, score in zip(self._active, scores, strict=True) if score == top])
-
-    def _weigh_handicap(self) -> None:
-        handicap = [self.hysteresis + cost / self.min_dwell for cost in self._switch_cost]
-        self._handicap = handicap if any(handicap) else None
 
     def _follow_best(self, table: TableT, reward: float) -> None:
         if self.reward == "goodput":

@@ -85,9 +85,10 @@ class ExponentialWeights(BaseSelector[LossTable]):
 
     def _chances(self, table: LossTable) -> list[float]:
         losses = [table.loss[arm] for arm in self._active]
-        if self._handicap is not None and table.incumbent != NO_ARM:
+        handicap = self._switching.handicap
+        if handicap is not None and table.incumbent != NO_ARM:
             pairs = zip(self._active, losses, strict=True)
-            losses = [x if arm == table.incumbent else x + table.rounds * self._handicap[arm] for arm, x in pairs]
+            losses = [x if arm == table.incumbent else x + table.rounds * handicap[arm] for arm, x in pairs]
         rate, least = self._rate(table.rounds), min(losses)
         powers = [math.exp(rate * (least - loss)) for loss in losses]
         total = sum(powers)

@@ -31,9 +31,10 @@ class IMED(BaseSelector[Table]):
         known = [mean for mean in means if mean is not None]
         average = sum(known) / len(known) if known else 0.5
         worths = [average if mean is None else mean for mean in means]
-        if self._handicap is not None and table.incumbent != NO_ARM:
+        handicap = self._switching.handicap
+        if handicap is not None and table.incumbent != NO_ARM:
             pairs = zip(self._active, worths, strict=True)
-            worths = [w if arm == table.incumbent else max(0.0, w - self._handicap[arm]) for arm, w in pairs]
+            worths = [w if arm == table.incumbent else max(0.0, w - handicap[arm]) for arm, w in pairs]
         best = max(worths)
         indices = [
             counts[arm] * bernoulli_divergence(worth, best) + math.log(counts[arm])

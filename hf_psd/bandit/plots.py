@@ -12,9 +12,10 @@ def plot_regret(results: dict[str, dict[str, Any]], path: Path) -> None:
     """One panel per experiment: mean regret by round, with a band of one standard deviation over seeds.
 
     Args:
-        results: from `simulate.run_all`; experiments without rounds of their own length are left out.
+        results: from `simulate.run_all`; delayed, scaled and speculation experiments are left out.
 
     Raises:
+        ValueError: no experiment is left.
         ImportError: matplotlib is missing (`pip install hf_psd[dev]`).
     """
     import matplotlib
@@ -22,9 +23,11 @@ def plot_regret(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = {name: part for name, part in results.items() if name in EXPERIMENTS}
+    plain = [name for name, experiment in EXPERIMENTS.items() if experiment.scale is None and not experiment.delay]
+    shown = {name: part for name, part in results.items() if name in plain}
+    if not shown:
+        raise ValueError(f"nothing to plot in {', '.join(results)}; plotted are {', '.join(plain)}.")
     figure, panels = pyplot.subplots(1, len(shown), figsize=(6.0 * len(shown), 4.5), squeeze=False)
-    colours = pyplot.get_cmap("tab10").colors
     labels = list(dict.fromkeys(spec for part in shown.values() for spec in part if not is_reference(spec)))
     for panel, (name, by_selector) in zip(panels[0], shown.items(), strict=True):
         every = EXPERIMENTS[name].environment.rounds // CURVE_POINTS
@@ -32,7 +35,7 @@ def plot_regret(results: dict[str, dict[str, Any]], path: Path) -> None:
             part = by_selector[spec]
             steps = [every * (point + 1) for point in range(len(part["curve"]))]
             pairs = list(zip(part["curve"], part["curve_sd"], strict=True))
-            colour = colours[place % len(colours)]
+            colour = matplotlib.colormaps["tab10"](place % 10)
             panel.plot(steps, part["curve"], label=spec, color=colour, linewidth=1.4)
             low, high = [mean - sd for mean, sd in pairs], [mean + sd for mean, sd in pairs]
             panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -28,7 +28,7 @@ from .naive import NaiveThompson, NaiveUCB1
 from .registry import make, names
 
 SPECULATION = "speculation"
-CURVE_POINTS = 200
+CURVE_POINTS = 100
 SHARE_BIN = 50
 """Rounds over which the share of the best arm is averaged."""
 
@@ -38,7 +38,7 @@ class Run:
     """One selector on one seed.
 
     Attributes:
-        regret: at the end; curve: after each 1/200 of the rounds.
+        regret: at the end; curve: after each 1/100 of the rounds.
         shares: share of the best arm by rounds since the last change, in bins of 50 rounds, over all changes.
     """
 
@@ -247,13 +247,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "python": platform.python_version(),
             "machine": platform.processor() or platform.machine(),
             "step_microseconds": {s: {str(n): step_microseconds(s, n) for n in (3, 13)} for s in shipped},
-            "experiments": results,
+            "experiments": {name: without_bands(by_selector) for name, by_selector in results.items()},
         }
         options.json.write_text(json.dumps(rounded(content)) + "\n")
     if options.plot:
         from .plots import plot_regret
 
         plot_regret(results, options.plot)
+
+
+def without_bands(by_selector: dict[str, Any]) -> dict[str, Any]:
+    return {
+        spec: {key: value for key, value in part.items() if key != "curve_sd"} for spec, part in by_selector.items()
+    }
 
 
 def rounded(value: Any) -> Any:

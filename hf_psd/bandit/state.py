@@ -47,7 +47,7 @@ def dump(selector: BaseSelector[Any], tables: Mapping[Hashable, Table]) -> dict[
         "options": selector.options(),
         "n_arms": selector.n_arms,
         "active_arms": selector.active_arms,
-        "switch_cost": list(selector._switch_cost),
+        "switch_cost": list(selector._switching.costs),
         "rng": [version, list(words), gauss],
         "tables": [[context_to_json(context), table.to_json()] for context, table in tables.items()],
     }
@@ -73,19 +73,15 @@ def load(selector: BaseSelector[Any], saved: dict[str, Any]) -> None:
             table.from_json(content)
             tables[check_context(context_from_json(context))] = table
         version, words, gauss = saved["rng"]
-        before = selector._rng.getstate()
-        try:
-            selector._rng.setstate((version, tuple(words), gauss))
-        except Exception:
-            selector._rng.setstate(before)
-            raise
+        selector._rng.setstate((version, tuple(words), gauss))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"state_dict refused: {reason}") from error
     selector._tables = tables
     selector._active = active
-    selector._switch_cost = costs
-    selector._weigh_handicap()
+    selector.n_arms = n_arms
+    selector._switching.resize(n_arms)
+    selector._switching.set_costs(costs)
 
 
 def _table_summary(table: Table, active: list[int]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ class Thompson(BaseSelector[Table]):
     Each arm draws from Beta(a + S_k, b + F_k), the largest draw wins. An update adds `weight * reward` to S_k and
     `weight * (1 - reward)` to F_k: with weight = drafted tokens, the accepted and the rejected ones. Under
     reward="goodput" S_k and F_k are the mean and its complement times the evidence. Pulls in flight
-    need no correction, as every draw is anew. Under "goodput", arms without any pull come first, since the scale is
-    not known before.
+    need no correction, as every draw is anew.
 
     Args:
         prior: a and b, both positive.
@@ -53,10 +52,6 @@ class Thompson(BaseSelector[Table]):
 
     def _decide(self, table: Table) -> int:
         evidence, rng = table.evidence(), self._rng
-        if self.reward == "goodput":
-            unseen = [arm for arm in self._active if evidence[arm] <= 0.0 and not table.in_flight[arm]]
-            if unseen:
-                return rng.choice(unseen)
         return self._pick(table, [draw_beta(rng, *self._posterior(table, arm, evidence[arm])) for arm in self._active])
 
     def _posterior(self, table: Table, arm: int, evidence: float) -> tuple[float, float]:

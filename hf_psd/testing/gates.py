@@ -70,7 +70,7 @@ class Gate:
         psd: settings apart from selector and seed, or None for plain `generate`.
         selector: builds the policy; one that is also a `StepHook` is passed in `psd_hooks` too.
         tokens: length of each sample.
-        beside: a prompt that every second row has instead; those rows are not tested.
+        beside: a prompt that every fourth row has instead; those rows are not tested.
         pairs: whether neighbouring rows are tested for independence, too.
         known_ids: vocabulary of a drafter that lacks the target's last ids; their frequency is tested, too.
     """
@@ -88,7 +88,7 @@ class Gate:
 
 
 def run_gate(gate: Gate, seed: int | None = None, samples: int | None = None) -> dict[str, TestResult]:
-    """Samples a gate and tests the joint law of its first tokens and every token's own, and what else the gate asks for."""
+    """Samples a gate and tests the joint law of its first tokens, every token's own and what else it asks for."""
     drawn = sample_gate(gate, gate.seed if seed is None else seed, samples or gate.samples)
     setting = gate.setting
     results = judge_samples(setting.target(), setting.prompt, drawn, setting.law, **setting.generate_kwargs)
@@ -111,9 +111,11 @@ def sample_gate(gate: Gate, seed: int, samples: int) -> Tensor:
         options["assistant_models"] = gate.drafters()
         if isinstance(selector, StepHook):
             options["psd_hooks"] = [selector]
-    prompts = [setting.prompt] if gate.beside is None else [setting.prompt, gate.beside]
-    drawn = sample_joint(setting.target(), prompts, samples * len(prompts), tokens=gate.tokens, psd=psd, **options)
-    return drawn[:: len(prompts)]
+    if gate.beside is None:
+        return sample_joint(setting.target(), setting.prompt, samples, tokens=gate.tokens, psd=psd, **options)
+    prompts = [setting.prompt] * 3 + [gate.beside]
+    drawn = sample_joint(setting.target(), prompts, samples * 4 // 3, tokens=gate.tokens, psd=psd, **options)
+    return drawn[torch.arange(len(drawn)) % 4 < 3]
 
 
 def check_pairs(drawn: Tensor, law: JointLaw) -> TestResult:
@@ -197,6 +199,8 @@ GATES: dict[str, Gate] = {
     "ragged-prompts": Gate(128, MAIN, psd=dict(TWO_GROUPS, gamma=2), beside=(6, 1, 7, 3, 4, 4), tokens=3),
     "narrow-drafter": Gate(129, WIDE, lambda: [llama(3, 64)], {"gamma": 2}, known_ids=64),
     "wide-drafter": Gate(130, NARROW, lambda: [llama(3, 72)], {"gamma": 2}),
+    "thompson": Gate(131, MAIN, lambda: [near(), wrong()], {"gamma": 2, "per_request": True}, lambda: "thompson"),
+    "ucb1": Gate(132, MAIN, lambda: [near(), wrong()], dict(TWO_GROUPS, gamma=2), lambda: "ucb1"),
 }
 """Gates by name, each with its published seed."""
 

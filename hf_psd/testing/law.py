@@ -67,9 +67,9 @@ class JointLaw:
 def joint_law(model: PreTrainedModel, prompt: Prompt, tokens: int, **generate_kwargs: Any) -> JointLaw:
     """The exact law of the next `tokens` tokens, by enumeration of every possible continuation.
 
-    Logits come from plain forwards without a cache, processors and end tokens from `generate` itself. After an end token
-    the padding id follows with certainty. The number of cells is that of possible continuations: keep the vocabulary
-    small, or `top_k`.
+    Logits come from plain forwards without a cache, processors and end tokens from `generate` itself. After an end
+    token the padding id follows with certainty. The number of cells is that of possible continuations: keep the
+    vocabulary small, or `top_k`.
 
     Args:
         model: a causal LM.
@@ -98,9 +98,9 @@ def joint_law(model: PreTrainedModel, prompt: Prompt, tokens: int, **generate_kw
 def uniforms(model: PreTrainedModel, prompt: Prompt, samples: Tensor, seed: int = 0, **generate_kwargs: Any) -> Tensor:
     """Randomised probability integral transform of samples [N, k], token by token (Rosenblatt 1952).
 
-    Each token becomes F(token - 1) + V p(token), where p is the model's law after the sample's own prefix, F its running sum
-    over token ids and V an independent uniform number. If the samples follow the law, these are independent and uniform on
-    (0, 1). Any vocabulary and any k will do: nothing is enumerated.
+    Each token becomes F(token - 1) + V p(token), where p is the model's law after the sample's own prefix, F its
+    running sum over token ids and V an independent uniform number. If the samples follow the law, these are
+    independent and uniform on (0, 1). Any vocabulary and any k will do: nothing is enumerated.
 
     Returns:
         [N, k] float64; -1 where the token is impossible, NaN after the end of a text.
@@ -172,7 +172,12 @@ def sample_joint(
 def judge_samples(
     model: PreTrainedModel, prompt: Prompt, samples: Tensor, law: JointLaw, **generate_kwargs: Any
 ) -> dict[str, TestResult]:
-    """Tests samples [N, k]: "joint" by chi-square against `law` of their first tokens, "tokens" by Kolmogorov-Smirnov."""
+    """Tests samples [N, k] of a prompt.
+
+    Returns:
+        "joint", chi-square against `law`, the joint law of the first tokens; "tokens", Kolmogorov-Smirnov of all
+        `uniforms`.
+    """
     index = law.index(samples[:, : law.cells.shape[1]])
     numbers = uniforms(model, prompt, samples, **generate_kwargs)
     return {"joint": chi_square(index, law.probabilities), "tokens": kolmogorov_smirnov(numbers)}
@@ -237,10 +242,10 @@ def _prompts(given: Any) -> list[Tensor]:
 
 
 def _left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    width = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
-    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
-    return ids, mask.long()
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_side="left")
+    return ids, (torch.arange(width) >= width - lengths[:, None]).long()
 
 
 def _padding_id(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:

@@ -128,8 +128,8 @@ def smallest_total_variation(n: int, cells: int, alpha: float = ALPHA, power: fl
     """Total variation between law and samples that `n` samples catch, however the error is spread over the cells.
 
     An error of total variation d has a chi-square noncentrality of at least 4 n d^2 (by Cauchy-Schwarz, with equality
-    where every cell is off by the same share), so each error from this size on is rejected with probability `power`; an
-    error in rare cells is caught when it is smaller.
+    where every cell is off by the same share), so each error from this size on is rejected with probability `power`;
+    an error in rare cells is caught when it is smaller.
 
     Args:
         n: samples.

@@ -77,7 +77,7 @@ class BothAtOnce(FullDepth):
 
 
 class StayOrSwitch(FullDepth):
-    """Per row: stays with a drafter whose last draft was wholly accepted, else moves to the next and halves the depth."""
+    """Per row: stays with a drafter whose last draft was wholly accepted, else tries the next at half the depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class StayOrSwitch(FullDepth):
 
 
 class BestForAll(FullDepth):
-    """One drafter for all rows, the one with the best acceptance so far over the whole batch; unknown ones come first."""
+    """One drafter for all rows: the one with the best acceptance so far over the batch; unknown ones come first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class RaggedDepths(FullDepth):
 class Peeking(FullDepth, StepHook):
     """Looks at every draft, discarded ones too (pass it as `selector` and in `psd_hooks`; it waits for the device).
 
-    A row that drafted two tokens drafts again only if the second was in the upper half of the vocabulary, else it draws its
-    next token plainly, once. Where the first token was rejected, the second was discarded: whoever drew it again from the
-    same noise would see its law bent.
+    A row that drafted two tokens drafts again only if the second was in the upper half of the vocabulary, else it
+    draws its next token plainly, once. Where the first token was rejected, the second was discarded: whoever drew it
+    again from the same noise would see its law bent.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -14,6 +14,8 @@ LOWEST = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(-3.0e38)
 HIGHEST = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
+FEW_TILES = tl.constexpr(2)
+"""A race over more tiles than this looks, tile by tile, whether there can be a winner at all."""
 NO_ID = tl.constexpr(2**31 - 1)
 LARGEST_WORD = tl.constexpr(2.0**32 * spec.BELOW_ONE)
 WORD_STEP = tl.constexpr(2.0**-32)
@@ -148,22 +150,35 @@ def scan_race(row_ptr, stride, first, last, inverse, position, request, tag, key
     """
     lane = tl.arange(0, BLOCK)
     scale = inverse * LOG2_E
-    best = tl.full((), LEAST, tl.float32)
-    which = tl.full((), NO_ID, tl.int32)
     peaks = tl.full((BLOCK // 8,), LOWEST, tl.float32)
     totals = tl.zeros((BLOCK // 8,), tl.float32)
-    for start in range(first, last, BLOCK):
-        x = load_raw(row_ptr, start + lane, stride, last).to(tl.float32)
-        peaks, totals = grow_logsumexp(peaks, totals, x, scale, BLOCK)
-        x = x * inverse
-        u = uniforms(start, position, request, tag, key0, key1, BLOCK)
-        # As E >= u, a tile where u exceeds exp(x - best) everywhere has no winner and needs no logarithm.
-        if tl.max(tl.exp(x - best) * 1.0001 - u, 0) > 0:
-            score = x - tl.log(to_exponential(u))
-            top, token = reduce_best(score, start + lane)
-            which = tl.where(top > best, token, which)
-            best = tl.maximum(best, top)
-    return tl.where(which == NO_ID, LOWEST, best), which, fold_logsumexp(peaks, totals, inverse, scale)
+    if last - first > FEW_TILES * BLOCK:
+        best = tl.full((), LEAST, tl.float32)
+        which = tl.full((), NO_ID, tl.int32)
+        for start in range(first, last, BLOCK):
+            x = load_raw(row_ptr, start + lane, stride, last).to(tl.float32)
+            peaks, totals = grow_logsumexp(peaks, totals, x, scale, BLOCK)
+            x = x * inverse
+            u = uniforms(start, position, request, tag, key0, key1, BLOCK)
+            # As E >= u, a tile where u exceeds exp(x - best) everywhere has no winner and needs no logarithm.
+            if tl.max(tl.exp(x - best) * 1.0001 - u, 0) > 0:
+                top, token = reduce_best(x - tl.log(to_exponential(u)), start + lane)
+                which = tl.where(top > best, token, which)
+                best = tl.maximum(best, top)
+        best = tl.where(which == NO_ID, LOWEST, best)
+    else:
+        scores = tl.full((BLOCK,), LOWEST, tl.float32)
+        tokens = tl.full((BLOCK,), NO_ID, tl.int32)
+        for start in range(first, last, BLOCK):
+            x = load_raw(row_ptr, start + lane, stride, last).to(tl.float32)
+            peaks, totals = grow_logsumexp(peaks, totals, x, scale, BLOCK)
+            u = uniforms(start, position, request, tag, key0, key1, BLOCK)
+            score = x * inverse - tl.log(to_exponential(u))
+            better = score > scores
+            scores = tl.where(better, score, scores)
+            tokens = tl.where(better, start + lane, tokens)
+        best, which = reduce_best(scores, tokens)
+    return best, which, fold_logsumexp(peaks, totals, inverse, scale)
 
 
 @triton.jit

@@ -26,11 +26,12 @@ RESIDUAL_TAG = tl.constexpr(spec.RESIDUAL)
 
 
 @triton.jit
-def write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, token, bad):
-    emitted = tl.where(t < stop, ids, tl.where(t == stop, token, -1).to(tl.int64))
+def write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, token):
+    """A token of -1 says that the stop position is bad; the places before it were accepted, so they are not."""
+    emitted = tl.where(t < stop, ids, tl.where(t == stop, tl.maximum(token, 0), -1).to(tl.int64))
     tl.store(out_ids_ptr + row * length + t, emitted, mask=t < length)
     tl.store(out_count_ptr + row, (stop + 1).to(tl.int64))
-    tl.store(out_bad_ptr + row, bad.to(tl.uint8))
+    tl.store(out_bad_ptr + row, (token < 0).to(tl.uint8))
 
 
 @triton.jit
@@ -47,13 +48,13 @@ def gather(source, stride_t, stride_v, t, ids, drafted, vocab):
 
 
 @triton.jit
-def race_weights(
-    target, target_v, draft, draft_v, first, last, draft_vocab, inverse, log_z, draft_log_z, barred,
-    position, request, tag, key0, key1, SOFT: tl.constexpr, BLOCK: tl.constexpr,
+def race(
+    target, target_v, draft, draft_v, first, last, draft_last, inverse, log_z, draft_log_z, barred,
+    position, request, tag, key0, key1, HAS_DRAFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """argmax(w / E) over columns first .. last as (score, id); the score is 0 if no weight w is positive.
+    """argmax(w / E) over columns first .. last as (score, id); the score is 0 if no weight w = p - q is positive.
 
-    SOFT: w = p - q with q from the draft's logits. Else w = p, and 0 at the id `barred` (-1 for none).
+    q is taken from the draft's logits below `draft_last`, and is 1 at the id `barred` (-1 for none).
     """
     lane = tl.arange(0, BLOCK)
     best = tl.full((), 0.0, tl.float32)
@@ -61,11 +62,9 @@ def race_weights(
     for start in range(first, last, BLOCK):
         cols = start + lane
         weight = tl.exp(load_raw(target, cols, target_v, last).to(tl.float32) * inverse - log_z)
-        if SOFT:
-            bound = tl.minimum(last, draft_vocab)
-            weight -= tl.exp(load_raw(draft, cols, draft_v, bound).to(tl.float32) * inverse - draft_log_z)
-        else:
-            weight = tl.where(cols == barred, 0.0, weight)
+        if HAS_DRAFT:
+            weight -= tl.exp(load_raw(draft, cols, draft_v, draft_last).to(tl.float32) * inverse - draft_log_z)
+        weight = tl.where(cols == barred, 0.0, weight)
         u = uniforms(start, position, request, tag, key0, key1, BLOCK)
         # As E >= u, a tile where no weight exceeds best * u has no winner and needs no logarithm.
         if tl.max(weight - best * u, 0) > 0:
@@ -98,9 +97,11 @@ def verify_decide_kernel(
     count = length - 1
     ids = tl.load(ids_ptr + row * ids_r + t * ids_t, mask=t < count, other=-1)
     before = tl.load(ids_ptr + row * ids_r + (t - 1) * ids_t, mask=(t > 0) & (t < length), other=0)
-    filled = ((t < length) & (before >= 0))[:, None] & (s < splits)[None, :]
     cells = (row * width + t[:, None]) * SPLITS + s[None, :]
-    parts = tl.load(part_ptr + cells, mask=filled, other=LOWEST)
+    written = (t < length)[:, None] & (s < splits)[None, :]
+    # Places after a missing draft were not scanned; they are loaded all the same, so as not to wait for the ids.
+    filled = written & (before >= 0)[:, None]
+    parts = tl.where(filled, tl.load(part_ptr + cells, mask=written, other=LOWEST), LOWEST)
     temperature = tl.full((), 0.0, tl.float32)
     if LAW == REJECTION:
         temperature = tl.load(temperature_ptr + row)
@@ -112,11 +113,8 @@ def verify_decide_kernel(
             picks = tl.min(tl.where(parts == top[:, None], which, NO_ID), 1)
             fine = (top > LOWEST) & (top < HIGHEST)
             stop = tl.min(tl.where((t < count) & (((ids == picks) & fine) == 0), t, count), 0)
-            bad = tl.max(((t <= stop) & (fine == 0)).to(tl.int32), 0)
-            write_verdict(
-                out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop,
-                at(tl.where(fine, picks, 0), t, stop), bad,
-            )  # fmt: skip
+            token = at(tl.where(fine, picks, -1), t, stop)
+            write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, token)
     else:
         inverse = tl.div_rn(1.0, temperature)
         drafted = ids >= 0
@@ -133,9 +131,11 @@ def verify_decide_kernel(
             soft = row >= 0
             if HAS_POINT:
                 soft = tl.load(point_ptr + row) == 0
-            # A row whose drafts are point masses has nothing to read.
+            drawn = (t < count)[:, None] & (s < splits)[None, :]
+            draft_parts = tl.load(part_ptr + cells + length * SPLITS, mask=drawn, other=LOWEST)
+            # A row whose drafts are point masses has no parts.
             held = drafted[:, None] & (s[None, :] < tl.where(soft, splits, 0))
-            draft_parts = tl.load(part_ptr + cells + length * SPLITS, mask=held, other=LOWEST)
+            draft_parts = tl.where(held, draft_parts, LOWEST)
             draft_x = gather(draft, draft_t * UNIT, draft_v, t, ids, drafted, tl.where(soft, draft_vocab, 0))
 
         log_z = join_logsumexp(parts)
@@ -164,16 +164,13 @@ def verify_decide_kernel(
         draft_here = draft + stop.to(tl.int64) * (draft_t * UNIT)
         first = split * tiles * BLOCK
         last = tl.minimum(first + tiles * BLOCK, vocab)
-        if (barred >= 0) & soft:
-            score, token = race_weights(
-                here, target_v, draft_here, draft_v, first, last, draft_vocab, inverse, stop_z, stop_draft_z, barred,
-                place, request, tag, key0, key1, HAS_DRAFT, BLOCK,
-            )  # fmt: skip
-        else:
-            score, token = race_weights(
-                here, target_v, draft_here, draft_v, first, last, draft_vocab, inverse, stop_z, stop_draft_z, barred,
-                place, request, tag, key0, key1, False, BLOCK,
-            )  # fmt: skip
+        residual = (barred >= 0) & soft
+        draft_last = tl.where(residual, tl.minimum(last, draft_vocab), 0)
+        stop_draft_z = tl.where(residual, stop_draft_z, 0.0)
+        score, token = race(
+            here, target_v, draft_here, draft_v, first, last, draft_last, inverse, stop_z, stop_draft_z,
+            tl.where(residual, -1, barred), place, request, tag, key0, key1, HAS_DRAFT, BLOCK,
+        )  # fmt: skip
 
         slot = row * RACE_SPLITS + split
         tl.store(score_ptr + slot, score)
@@ -189,10 +186,9 @@ def verify_decide_kernel(
             best, winner = reduce_best(scores, tokens)
             if (best <= 0) & (barred >= 0):
                 # Where p and q differ by rounding alone nothing may be left over, and p itself is the law.
-                best, winner = race_weights(
-                    here, target_v, draft_here, draft_v, 0, vocab, draft_vocab, inverse, stop_z, stop_draft_z, -1,
+                best, winner = race(
+                    here, target_v, draft_here, draft_v, 0, vocab, 0, inverse, stop_z, stop_draft_z, -1,
                     place, request, tag, key0, key1, False, BLOCK,
                 )  # fmt: skip
-            bad = tl.max(((t <= stop) & (fine == 0)).to(tl.int32), 0)
-            winner = tl.where(at(fine.to(tl.int32), t, stop) > 0, winner, 0)
-            write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, winner, bad)
+            winner = tl.where((stop_z > LOWEST) & (stop_z < HIGHEST), winner, -1)
+            write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, winner)

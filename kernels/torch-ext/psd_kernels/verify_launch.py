@@ -13,7 +13,7 @@ from .verify_scan import COUPLED, GREEDY, REJECTION, verify_scan_kernel
 LAWS = {"rejection": REJECTION.value, "coupled": COUPLED.value}
 SCAN_BLOCK = 2048
 SCAN_SPLITS = 32
-RACE_BLOCK = 1024
+RACE_BLOCK = 2048
 RACE_SPLITS = 64
 
 
@@ -34,9 +34,9 @@ def launch_verify(
     race_block: int = RACE_BLOCK,
     max_splits: int = SCAN_SPLITS,
     max_race_splits: int = RACE_SPLITS,
-    scan_warps: int = 8,
+    scan_warps: int = 4,
     race_warps: int = 4,
-    scan_programs: int = 4,
+    scan_programs: int = 8,
     race_programs: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as in `naive.verify`, the counters contiguous int64 [R]; returns (ids, n_emitted, bad).
