@@ -9,7 +9,10 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("dense", "sliced", "transposed", "strided")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = not torch.cuda.is_available()
+"""Without a GPU the kernels run in Triton's interpreter, which is chosen when a kernel is defined."""
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import INTERPRETED
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[1] / "torch-ext")
 if PACKAGE_ROOT not in sys.path:
@@ -13,9 +14,6 @@ if PACKAGE_ROOT not in sys.path:
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore = ["test_accept.py", "test_attention.py", "test_sample.py", "test_verify.py"]
-
-# Without a GPU the kernels run in Triton's interpreter, which is chosen when a kernel is defined.
-INTERPRETED = not torch.cuda.is_available()
 
 
 def import_kernels() -> None:

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import DEVICE, DTYPES, LAYOUTS, counters, lay_out
-from conftest import INTERPRETED
+from cases import DEVICE, DTYPES, INTERPRETED, LAYOUTS, counters, lay_out
 from hypothesis import given
 from hypothesis import strategies as st
 from psd_kernels import accept, accept_kernel, common, naive

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, DTYPES, attention_case
-from conftest import INTERPRETED
+from cases import DEVICE, DTYPES, INTERPRETED, attention_case
 from hypothesis import given
 from hypothesis import strategies as st
 from psd_kernels import attention_kernel, attention_launch, kv_write, naive_attention, ragged_attention

@@ -6,8 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import DEVICE, DTYPES, LAYOUTS, counters, lay_out
-from conftest import INTERPRETED
+from cases import DEVICE, DTYPES, INTERPRETED, LAYOUTS, counters, lay_out
 from hypothesis import given
 from hypothesis import strategies as st
 from psd_kernels import DRAFT, common, naive, philox, sample, tiles

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DEVICE, DTYPES, LAYOUTS, VerifyCase
-from conftest import INTERPRETED
+from cases import DEVICE, DTYPES, INTERPRETED, LAYOUTS, VerifyCase
 from hypothesis import given
 from hypothesis import strategies as st
 from psd_kernels import common, naive, verify, verify_decide
