@@ -1,7 +1,8 @@
 """Plain and speculative `generate` side by side on a real model, on the CPU.
 
-Run it with ``make demo``, or ``python examples/demo.py --help`` for its options. Target: SmolLM2-135M-Instruct; drafters:
-prompt lookup and a two-layer model. Half of the prompts ask for text to be copied with small edits, half do not.
+Run it with ``make demo``, or ``python examples/demo.py --help`` for its options. Target: SmolLM2-135M-Instruct;
+drafters: prompt lookup and a two-layer model. Half of the prompts ask for text to be copied with small edits, half do
+not.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def show(pair: Pair) -> None:
     print(f"\n{'':<10}{'tokens/s':>10}{'seconds':>10}{'ratio':>8}{'tokens per target forward and row':>36}")
     print(f"{'plain':<10}{tokens / plain_seconds:>10.1f}{plain_seconds:>10.1f}{1:>8.2f}{1:>36.2f}")
     ratio = plain_seconds / our_seconds
-    print(f"{'psd=True':<10}{tokens / our_seconds:>10.1f}{our_seconds:>10.1f}{ratio:>8.2f}{stats.tokens_per_forward:>36.2f}")
+    print(
+        f"{'psd=True':<10}{tokens / our_seconds:>10.1f}{our_seconds:>10.1f}{ratio:>8.2f}"
+        f"{stats.tokens_per_forward:>36.2f}"
+    )
     for drafter in stats.by_drafter:
         print(f"accepted of {drafter.name}: {drafter.acceptance:.0%} of {drafter.drafted} drafts")
     print()
@@ -106,7 +110,7 @@ def bench(pair: Pair, repeat: int) -> dict[str, Any]:
     """Medians over `repeat` interleaved runs, each half as its own batch."""
     halves = {"copying": prompts.copying(), "other": prompts.other()}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in halves}
-    for name, half in halves.items():
+    for half in halves.values():
         pair.run(half[:1], True)
     for turn in range(repeat):
         for name, half in halves.items():

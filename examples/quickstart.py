@@ -18,7 +18,9 @@ inputs = {
     "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
 }
 plain = target.generate(**inputs, max_new_tokens=32, do_sample=False)
-out = target.generate(**inputs, max_new_tokens=32, do_sample=False, assistant_models=["prompt_lookup", drafter], psd=True)
+out = target.generate(
+    **inputs, max_new_tokens=32, do_sample=False, assistant_models=["prompt_lookup", drafter], psd=True
+)
 
 print("same tokens as plain generate:", torch.equal(plain, out))
 stats = hf_psd.last_stats()

@@ -60,7 +60,8 @@ def generate(
 ) -> Any:
     """Decodes a batch speculatively; the result is what `model.generate(inputs, **kwargs)` gives, sooner.
 
-    Greedy output is token-identical to plain `generate` on the same batch in fp32; sampled output follows the same law.
+    Greedy output is token-identical to plain `generate` on the same batch in fp32; sampled output follows the same
+    law.
 
     Args:
         model: a decoder-only causal LM (LoRA-wrapped and compiled models too).
@@ -75,7 +76,8 @@ def generate(
         [B, P + N] int64, or transformers' `GenerateDecoderOnlyOutput` with the statistics as its attribute `psd`.
 
     Raises:
-        ValueError, TypeError: for what cannot be honoured, before any forward of the given models, naming the argument.
+        ValueError, TypeError: for what cannot be honoured, before any forward of the given models, naming the
+            argument.
     """
     config = PSDConfig.resolve(psd)
     target = resolve_target(model, plain_generate(), kwargs)
@@ -227,7 +229,7 @@ def _only_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class PSDGenerationMixin:
-    """For classes that should speculate without a wrapped library: `class MyModel(PSDGenerationMixin, LlamaForCausalLM)`."""
+    """For `class MyModel(PSDGenerationMixin, LlamaForCausalLM)`: speculates without a wrapped library."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of transformers, with `psd=`, `assistant_models=` and `psd_hooks=`."""

@@ -108,10 +108,15 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"psd: {name} cannot be used with psd; {advice}")
     configs = (kwargs.get("generation_config"), target.generation_config)
-    caches = [kwargs.get("cache_implementation"), *(getattr(config, "cache_implementation", None) for config in configs)]
+    caches = [
+        kwargs.get("cache_implementation"),
+        *(getattr(config, "cache_implementation", None) for config in configs),
+    ]
     cache = next((name for name in caches if name is not None), "dynamic")
     if cache != "dynamic":
-        raise ValueError(f"psd: cache_implementation={cache!r} cannot be combined with psd, which keeps its own cache.")
+        raise ValueError(
+            f"psd: cache_implementation={cache!r} cannot be combined with psd, which keeps its own cache."
+        )
     tokenizer = kwargs.get("tokenizer")
     for number, other in enumerate(kwargs.pop("assistant_tokenizers", None) or []):
         if tokenizer is None or tokenizer.get_vocab() != other.get_vocab():
@@ -146,7 +151,7 @@ def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, A
 
 def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
     """Left-padding columns of each row of `prompts` [B, P]; checks ids, mask [B, P] and length."""
-    batch, columns = prompts.shape
+    columns = prompts.shape[1]
     vocab = model.get_input_embeddings().weight.shape[0]
     window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
@@ -161,7 +166,8 @@ def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tens
         raise ValueError("psd: attention_mask has a row without any token; every row needs a prompt.")
     if holes:
         raise ValueError(
-            "psd: attention_mask must be zeros then ones in every row (left padding); set padding_side='left' on the tokenizer."
+            "psd: attention_mask must be zeros then ones in every row (left padding); "
+            "set padding_side='left' on the tokenizer."
         )
     if strange:
         raise ValueError(f"psd: input_ids must lie in 0 .. {vocab - 1}, the target's vocabulary.")

@@ -1,7 +1,7 @@
 """The two attention routes over ragged rows.
 
-Native: the model's own attention with explicit 4-D masks. Fast: an attention function that reads lengths and slots on the
-device, without masks and without gathering keys and values.
+Native: the model's own attention with explicit 4-D masks. Fast: an attention function that reads lengths and slots on
+the device, without masks and without gathering keys and values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class MaskBuilder:
     """Builds the attention masks of one model for rows that are at different positions.
 
-    A model whose config lists `layer_types` gets a dict of masks keyed by them, any other a single tensor. Attention kinds
-    other than full and sliding raise a `ValueError`.
+    A model whose config lists `layer_types` gets a dict of masks keyed by them, any other a single tensor. Attention
+    kinds other than full and sliding raise a `ValueError`.
     """
 
     def __init__(self, config: PretrainedConfig, additive_dtype: torch.dtype | None):
-        """`config`: the text config; `additive_dtype`: dtype of 0/-inf masks (eager attention), None for boolean masks."""
+        """`config`: the text config; `additive_dtype`: dtype of 0/-inf masks (eager), None for boolean masks."""
         self.additive_dtype = additive_dtype
         layer_types = getattr(config, "layer_types", None)
         self.keyed = layer_types is not None
@@ -36,7 +36,8 @@ class MaskBuilder:
         unknown = [kind for kind in self.kinds if kind not in (FULL, SLIDING)]
         if unknown:
             raise ValueError(
-                f"it has layers of kind {', '.join(map(repr, unknown))}, which cannot be rolled back or masked row by row."
+                f"it has layers of kind {', '.join(map(repr, unknown))}, which cannot be rolled back or masked row by "
+                "row."
             )
 
     def __call__(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:

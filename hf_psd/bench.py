@@ -1,4 +1,4 @@
-"""One run, the same prompts and models for every method: plain transformers, its assisted decoding, and this package's modes."""
+"""One run, the same prompts and models for plain transformers, its assisted decoding, and this package's modes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
         settings.device,
     )
     agreement = measure_agreement(target, drafter)
-    say(f"{settings.target} with {settings.drafter}, agreement {agreement:.2f}, {settings.dtype} on {device_name(settings.device)}")
+    say(
+        f"{settings.target} with {settings.drafter}, agreement {agreement:.2f}, {settings.dtype} on "
+        f"{device_name(settings.device)}"
+    )
     rows: list[Row] = []
     for batch in settings.batches:
         for method in settings.methods:
@@ -88,7 +91,9 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
 
 def measure(settings: Settings, target: Any, drafter: Any, method: str, batch: int) -> Row:
     """One method at one batch size."""
-    ids = torch.randint(3, target.config.vocab_size, (batch, settings.prompt), generator=torch.Generator().manual_seed(batch))
+    ids = torch.randint(
+        3, target.config.vocab_size, (batch, settings.prompt), generator=torch.Generator().manual_seed(batch)
+    )
     inputs = {"input_ids": ids.to(settings.device), "attention_mask": torch.ones_like(ids).to(settings.device)}
     common = dict(max_new_tokens=settings.new_tokens, do_sample=settings.sample, eos_token_id=None, pad_token_id=0)
     ours = method in ("ar", "sd", "psd")
@@ -125,16 +130,20 @@ def measure(settings: Settings, target: Any, drafter: Any, method: str, batch: i
 
 def line(row: Row) -> str:
     """A row as text."""
-    text = f"batch {row.batch:>3} {row.method:<12}{row.tokens_per_second:>10.1f} tokens/s   first call {row.first_call_seconds:.1f} s"
+    text = f"batch {row.batch:>3} {row.method:<12}{row.tokens_per_second:>10.1f} tokens/s"
+    text += f"   first call {row.first_call_seconds:.1f} s"
     if row.tokens_per_forward is not None:
-        text += f"   {row.ms_per_forward:.2f} ms and {row.tokens_per_forward:.2f} tokens per forward, {row.acceptance:.0%} accepted"
+        text += f"   {row.ms_per_forward:.2f} ms and {row.tokens_per_forward:.2f} tokens per forward"
+        text += f", {row.acceptance:.0%} accepted"
     return text + "".join(f"   [{note}]" for note in row.notes)
 
 
 def environment(device: str) -> dict[str, Any]:
     """Versions, hardware and commit of this run."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
     return {
@@ -147,7 +156,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def save(result: dict[str, Any], path: Path) -> None:

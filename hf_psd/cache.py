@@ -1,4 +1,4 @@
-"""Ragged KV on the device: every request owns a slot and writes at its own offset; rollback is not counting a token."""
+"""Ragged KV: every request owns a slot and writes at its own offset; rollback is not counting a token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class KVAddress:
 
     Attributes:
         slots: [R] int64, the slot of each row of the forward.
-        positions: [R, T] int64, the position of each token; a token nobody reads sits at `capacity`, the trash position
-            (or at -1 in a cache that is read in place).
+        positions: [R, T] int64, the position of each token; a token nobody reads sits at `capacity`, the trash
+            position (or at -1 in a cache that is read in place).
         kv_length: how many leading positions of each slot attention may read.
         span: `(first, last + 1)` when `slots` is exactly that range, so that reading needs no copy; else None.
     """
@@ -31,7 +31,7 @@ class KVAddress:
 
 
 class SlotKV(CacheLayerMixin):
-    """One layer's keys and values, [slots, capacity + 1, heads, head_dim]; the last position takes writes nobody reads."""
+    """One layer's keys and values, [slots, capacity + 1, heads, head_dim]; nobody reads the last position."""
 
     is_compileable = False
     is_croppable = True
@@ -51,7 +51,7 @@ class SlotKV(CacheLayerMixin):
             except RuntimeError as error:
                 size = 2 * len(self.owner.layers) * states.element_size() * torch.Size(shape).numel() / 2**30
                 raise type(error)(
-                    f"psd: no memory for the KV cache: {size:.2f} GiB for {rows} rows of {self.owner.capacity} tokens. "
+                    f"psd: no memory for {size:.2f} GiB of KV cache, {rows} rows of {self.owner.capacity} tokens. "
                     f"Lower the batch, `max_new_tokens` or `gamma`. ({error})"
                 ) from error
         self.is_initialized = True
@@ -77,7 +77,12 @@ class SlotKV(CacheLayerMixin):
         at = self.owner.address_on(key_states.device)
         if self.owner.in_place:
             kv_write(
-                self.keys, self.values, key_states.transpose(1, 2), value_states.transpose(1, 2), at.slots, at.positions
+                self.keys,
+                self.values,
+                key_states.transpose(1, 2),
+                value_states.transpose(1, 2),
+                at.slots,
+                at.positions,
             )
             return self.keys, self.values
         self.write(at, key_states, value_states)

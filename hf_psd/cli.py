@@ -12,7 +12,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses the command line and runs it."""
     parser = argparse.ArgumentParser(prog="hf-psd", description="Speculative decoding for whole batches.")
     commands = parser.add_subparsers(required=True)
-    measure = commands.add_parser("bench", help="measure plain and speculative decoding on random models of real sizes")
+    measure = commands.add_parser(
+        "bench", help="measure plain and speculative decoding on random models of real sizes"
+    )
     defaults = bench.Settings()
     measure.add_argument("--target", default=defaults.target, help="shape of the target")
     measure.add_argument("--drafter", default=defaults.drafter, help="shape of the drafter")

@@ -34,29 +34,32 @@ class PSDConfig:
 
     Attributes:
         gamma: Draft tokens per row and round, an int >= 1. Rows whose drafts keep failing draft fewer.
-        mode: `"ar"` decodes plainly, `"sd"` drafts and verifies the whole batch in turn, `"psd"` alternates two halves of
-            the batch. `"auto"` is `"psd"` if a drafter lives on another device than the target, else `"sd"`.
-        verification: How sampled drafts are judged; the output law is the target's either way. `"rejection"`: Leviathan
-            et al. 2023 (arXiv 2211.17192). `"coupled"`: target and drafter share their noise (Daliri et al. 2024,
-            arXiv 2408.07978), so the text depends on the seed alone, not on drafters, gamma, mode or batch split.
-        selector: Who chooses each row's drafter: `"composite"` (prompt lookup where the context has a match, else a model
-            drafter, several models in turn), the name of a bandit (`hf_psd.bandit.names()`), a bandit instance, which keeps
-            what it has learnt, a class or object with `select` and `update`, or one with `plan` and `feedback`
-            (`hf_psd.selection.Selector`).
+        mode: `"ar"` decodes plainly, `"sd"` drafts and verifies the whole batch in turn, `"psd"` alternates two halves
+            of the batch. `"auto"` is `"psd"` if a drafter lives on another device than the target, else `"sd"`.
+        verification: How sampled drafts are judged; the output law is the target's either way. `"rejection"`:
+            Leviathan et al. 2023 (arXiv 2211.17192). `"coupled"`: target and drafter share their noise (Daliri et al.
+            2024, arXiv 2408.07978), so the text depends on the seed alone, not on drafters, gamma, mode or batch
+            split.
+        selector: Who chooses each row's drafter: `"composite"` (prompt lookup where the context has a match, else a
+            model drafter, several models in turn), the name of a bandit (`hf_psd.bandit.names()`), a bandit instance,
+            which keeps what it has learnt, a class or object with `select` and `update`, or one with `plan` and
+            `feedback` (`hf_psd.selection.Selector`).
         reward: What a learning selector maximises.
         per_request: Bandits learn and choose per request instead of per group.
         context: A tag; bandits keep statistics per tag.
         seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
-        request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row number.
+        request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row
+            number.
         max_batch_size: Seats of the continuous batching queue.
         block_size: Tokens per KV block.
         kv_memory: Bytes for KV blocks.
-        attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads lengths
-            on the device; `"auto"` the latter on CUDA where it fits the model.
-        cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one CUDA device
-            and on the fast attention route. KV caches and graphs then stay with the target (`hf_psd.release`).
-        fused_ops: Use liger-kernel's fused RMSNorm, rotary embedding and SwiGLU during the call, on CUDA, for the families they fit;
-            `"auto"` where that package is installed.
+        attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads
+            lengths on the device; `"auto"` the latter on CUDA where it fits the model.
+        cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one
+            CUDA device and on the fast attention route. KV caches and graphs then stay with the target
+            (`hf_psd.release`).
+        fused_ops: Use liger-kernel's fused RMSNorm, rotary embedding and SwiGLU during the call, on CUDA, for the
+            families they fit; `"auto"` where that package is installed.
         compile: Use `torch.compile` on the step.
 
     Raises:

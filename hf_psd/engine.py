@@ -138,7 +138,8 @@ class Engine:
         wanted = call.config.cuda_graphs
         reasons = {
             "the target is not on CUDA": device.type != "cuda",
-            "the target is split over several devices": len(set(getattr(call.model, "hf_device_map", {}).values())) > 1,
+            "the target is split over several devices": len(set(getattr(call.model, "hf_device_map", {}).values()))
+            > 1,
             "the target does not run on the fast attention route": implementation_of(call.model) != FAST,
             "a logits processor must be called one by one": call.sampler.pipeline.exact_only,
             "a logits processor's behaviour cannot be told from its attributes": (

@@ -1,4 +1,4 @@
-"""Fused RMSNorm, rotary embedding and SwiGLU of liger-kernel, on one model instance and only for the length of a call."""
+"""liger-kernel's fused RMSNorm, rotary embedding and SwiGLU, on one instance and only for the length of a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def available() -> bool:
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Whether the fused operators compute what this model's own do: a known family, unquantised, on one CUDA device."""
+    """Whether the fused operators compute what this model's do: a known family, unquantised, on one CUDA device."""
     return (
         model.config.model_type in _FAMILIES
         and model.device.type == "cuda"
@@ -34,7 +34,9 @@ def fits(model: PreTrainedModel) -> bool:
 def models_to_fuse(models: Sequence[PreTrainedModel], wanted: bool | str) -> list[PreTrainedModel]:
     """Those of `models` to run with fused operators under the `fused_ops` setting `wanted`."""
     if wanted is True and not available():
-        raise ValueError("psd: fused_ops=True needs liger-kernel: pip install 'hf_psd[fused]', or use fused_ops='auto'.")
+        raise ValueError(
+            "psd: fused_ops=True needs liger-kernel: pip install 'hf_psd[fused]', or use fused_ops='auto'."
+        )
     return [model for model in models if fits(model)] if wanted and available() else []
 
 

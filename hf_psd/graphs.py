@@ -23,8 +23,8 @@ class StepGraphs:
     """The graphs of one lane. A graph reads and writes buffers that stay where they are; only slot numbers change.
 
     Args:
-        lane: where the graphs are captured and replayed. Graphs that run at the same time need lanes of their own: those
-            captured on one stream share a cuBLAS workspace.
+        lane: where the graphs are captured and replayed. Graphs that run at the same time need lanes of their own:
+            those captured on one stream share a cuBLAS workspace.
         idle_slot: a slot no request owns; it fills groups up to their bucket, and all of a warm-up's rows.
     """
 
@@ -79,7 +79,10 @@ class StepGraphs:
 def signature(objects: Sequence[Any]) -> Hashable | None:
     """What the behaviour of logits processors depends on, as a key; None if that cannot be told."""
     try:
-        return tuple((type(each), tuple((name, _freeze(value)) for name, value in sorted(vars(each).items()))) for each in objects)
+        return tuple(
+            (type(each), tuple((name, _freeze(value)) for name, value in sorted(vars(each).items())))
+            for each in objects
+        )
     except TypeError:
         return None
 

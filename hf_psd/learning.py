@@ -7,16 +7,16 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from . import bandit
-from .phases import Request
 from .config import PSDConfig
+from .phases import Request
 from .selection import Arm, CompositeSelector, Feedback, Plan, Selector
 
 
 class BanditSelector:
     """A `Selector` whose arms are the call's drafters and whose reward is the accepted share of the drafted tokens.
 
-    An arm is fixed before its drafts are drawn, and its reward comes a step late; with two groups, two pulls are in flight.
-    A row for which the chosen drafter had nothing to offer counts as one draft that was not accepted.
+    An arm is fixed before its drafts are drawn, and its reward comes a step late; with two groups, two pulls are in
+    flight. A row for which the chosen drafter had nothing to offer counts as one draft that was not accepted.
 
     Args:
         spec: name, instance or class, see `hf_psd.bandit.resolve`.
@@ -72,7 +72,7 @@ class BanditSelector:
 
 
 def make_selector(config: PSDConfig, seed: int | None) -> Selector:
-    """The selector object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
+    """The object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
     spec = config.selector
     if spec == "composite":
         return CompositeSelector()

@@ -17,7 +17,8 @@ class StopRules:
     Attributes:
         max_columns: columns, padding included, that no row exceeds. The device knows it.
         eos_ids: end tokens; the device knows them.
-        freezes: whether a finished row is padded while others go on, as plain `generate` does only if there are end tokens.
+        freezes: whether a finished row is padded while others go on, as plain `generate` does only if there are end
+            tokens.
         by_row: criteria that look at one row's text alone.
         by_column: all others, called with the whole batch column by column, exactly as plain `generate` calls them.
     """

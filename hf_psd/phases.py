@@ -51,7 +51,8 @@ class Request:
     def pending(self) -> tuple[int | None, int]:
         """The drafter whose drafts probably wait for verification and an upper bound of their number.
 
-        The first that has any counts. One that has not announced may turn out to have none, and then a later one counts.
+        The first that has any counts. One that has not announced may turn out to have none, and then a later one
+        counts.
         """
         source, most = None, 0
         for drafter, budget in self.proposals:
@@ -64,7 +65,8 @@ class Request:
         return source, most
 
     def learn(self, emitted: list[int], committed: int, available: Mapping[int, int]) -> None:
-        """Takes in the oldest unread verification: its tokens, the length it added on the device, what drafters announce.
+        """Takes in the oldest unread verification: its tokens, the length it added on the device, what drafters
+        announce.
 
         Drafters that have been asked since then fed themselves everything up to that length.
         """

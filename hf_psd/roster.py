@@ -56,7 +56,7 @@ class Roster:
                 drafter.prefill(view)
 
     def draft(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
-        """Runs the plan's drafters for the requests' rows and stores what they drafted: [R, gamma] ids, -1 where none."""
+        """Runs the plan's drafters for the requests and stores what they drafted: [R, gamma] ids, -1 where none."""
         assert self._session is not None
         if self._can_replay(plan):
             return self._replay(state, requests, plan)
@@ -124,7 +124,7 @@ class Roster:
         return graphs and all(each.capturable and each.device in (None, self.device) for each in drafters)
 
     def _replay(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
-        """The same as one graph: the host's part of every drafter first, then one replay for all that the device does."""
+        """The same as one graph: the host's part of every drafter, then one replay for all that the device does."""
         graphs, session, limits = self.space.draft_graphs, self._session, self.space.limits
         assert graphs is not None and session is not None
         slots = [request.slot for request in requests]
@@ -195,10 +195,8 @@ class Roster:
             self.retire(key, f"{type(error).__name__}: {error}")
 
 
-def _store(
-    state: SequenceState, rows: Rows, proposals: list[tuple[int, Proposal]], vocab_size: int
-) -> torch.Tensor:
-    """Keeps, per row, the drafts of the first drafter that has any, up to the first id outside the target's vocabulary."""
+def _store(state: SequenceState, rows: Rows, proposals: list[tuple[int, Proposal]], vocab_size: int) -> torch.Tensor:
+    """Keeps, per row, the drafts of the first drafter that has any, up to an id outside the target's vocabulary."""
     device = state.device
     ids = torch.full((len(rows), state.gamma), -1, dtype=torch.long, device=device)
     point_mass = torch.zeros(len(rows), dtype=torch.bool, device=device)

@@ -96,7 +96,8 @@ class ModelRunner:
         Args:
             rows: the R requests.
             ids: [R, T] int64; ids outside the model's vocabulary are replaced by 0.
-            positions: [R, T] int64; a negative position marks a token that is computed but neither stored nor meaningful.
+            positions: [R, T] int64; a negative position marks a token that is computed but neither stored nor
+                meaningful.
             kv_length: an upper bound of the rows' lengths after this forward, known to the host.
             logits_to_keep: keep the last so many positions' logits (0: all).
             hidden_states: also return every layer's hidden states.

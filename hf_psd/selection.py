@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from .hooks import StepContext, StepHook
 from .phases import Request
@@ -27,7 +27,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Feedback:
-    """How the drafts of one request fared: `accepted` of `drafted` tokens by drafter `arm` (None: there were no drafts)."""
+    """How the drafts of one request fared: `accepted` of `drafted` tokens by drafter `arm` (None: no drafts)."""
 
     request: Request
     arm: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -82,10 +83,8 @@ def shrink_all(config: PretrainedConfig) -> None:
 def _narrow(config: PretrainedConfig, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if _get(config, name) is not None:
-            try:
+            with contextlib.suppress(AttributeError):  # derived from the others
                 setattr(config, name, size)
-            except AttributeError:  # derived from the others
-                pass
 
 
 def _get(config: PretrainedConfig, name: str) -> Any:

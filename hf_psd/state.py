@@ -48,7 +48,7 @@ class View:
     done: torch.Tensor
 
     def last_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last `count` committed ids and their positions, both [R, count]; positions before the start are negative."""
+        """The last `count` committed ids and their positions, both [R, count]; negative before the start."""
         positions = self.length[:, None] - count + torch.arange(count, device=self.length.device)
         ids = self.tokens.gather(1, (positions + self.padding[:, None]).clamp(min=0))
         return ids, positions

@@ -11,7 +11,7 @@ from .hooks import StepContext, StepHook
 
 @dataclass
 class DrafterStats:
-    """Counts of one drafter: `rounds` in which a row used its drafts, `drafted` and `accepted` tokens, `forwards`, `seconds`."""
+    """Counts of one drafter: `rounds` in which a row used its drafts, `drafted` and `accepted` tokens, `forwards`."""
 
     name: str
     rounds: int = 0
@@ -139,7 +139,8 @@ def summary(stats: PSDStats) -> str:
     """The statistics as a few lines of text."""
     lines = [
         f"mode {stats.mode}, {stats.emitted} tokens in {stats.target_forwards} target forwards, "
-        f"{stats.tokens_per_forward:.2f} tokens per row and forward, {stats.acceptance:.0%} of {stats.drafted} drafts accepted"
+        f"{stats.tokens_per_forward:.2f} tokens per row and forward, "
+        f"{stats.acceptance:.0%} of {stats.drafted} drafts accepted"
     ]
     lines += [
         f"  {by.name}: {by.acceptance:.0%} of {by.drafted} drafts in {by.rounds} rounds"

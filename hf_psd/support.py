@@ -24,8 +24,8 @@ _checked: dict[str, str | None] = {}
 def check_supported(model: PreTrainedModel, role: str) -> None:
     """Raises a `ValueError` naming `role`, the class and the reason if the model cannot run over ragged rows.
 
-    The verdict is kept per class and configuration. A model passes when a tiny copy of its class (few layers, window 4,
-    random fp32 weights) gives the same logits on ragged, partly rolled back rows as on each row alone.
+    The verdict is kept per class and configuration. A model passes when a tiny copy of its class (few layers, window
+    4, random fp32 weights) gives the same logits on ragged, partly rolled back rows as on each row alone.
     """
     reason = _reason_from_config(model)
     if reason is None:
@@ -52,7 +52,9 @@ def choose_attention(model: PreTrainedModel, wanted: str) -> str:
         return native
     reason = _verdict(model, FAST)
     if reason is not None and wanted == "triton":
-        raise ValueError(f"psd: attention='triton' does not fit {type(model).__name__}: {reason} Use attention='auto'.")
+        raise ValueError(
+            f"psd: attention='triton' does not fit {type(model).__name__}: {reason} Use attention='auto'."
+        )
     return native if reason is not None else FAST
 
 

@@ -38,8 +38,8 @@ class Verifier:
             kv_length: bounds the rows' lengths with their drafts.
 
         Returns:
-            The packet for the host, [R, T + 7 + announcers] int64: emitted ids, then how many stand, accepted, drafted,
-            ended, bad, failed drafter, drafter of the drafts, announced drafts; and the judgement itself.
+            The packet for the host, [R, T + 7 + announcers] int64: emitted ids, then how many stand, accepted,
+            drafted, ended, bad, failed drafter, drafter of the drafts, announced drafts; and the judgement itself.
         """
         state = self.state
         view = state.view(rows)

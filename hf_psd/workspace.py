@@ -56,7 +56,7 @@ class Workspace:
 
 
 def obtain(model: PreTrainedModel, batch: int, columns: int, gamma: int, pad_id: int, graphs: bool) -> Workspace:
-    """A workspace for `batch` rows of at most `columns` ids. With graphs it is kept, one per target, while the target lives."""
+    """A workspace for `batch` rows of at most `columns` ids; with graphs it is kept while the target lives."""
     if not graphs:
         return Workspace(model, Limits(batch, columns, gamma), pad_id, graphs=False)
     known = _kept.get(model)

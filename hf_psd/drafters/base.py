@@ -19,8 +19,8 @@ class Proposal:
 
     Attributes:
         ids: [R, gamma] int64, -1 after a row's last draft (a row may have none).
-        scores: [R, gamma, V] fp32 processed scores each id was sampled from (V: the target's vocabulary), or None when the
-            ids carry probability 1 (`point_mass`) or no scores are needed (greedy and coupled verification).
+        scores: [R, gamma, V] fp32 processed scores each id was sampled from (V: the target's vocabulary), or None when
+            the ids carry probability 1 (`point_mass`) or no scores are needed (greedy and coupled verification).
         point_mass: True if the ids are a deterministic function of the committed tokens.
         failed: [R] bool, rows where the drafter's model gave NaN; None if it cannot.
     """
@@ -82,8 +82,8 @@ class Outcome:
     Attributes:
         view: the group *after* the commit.
         accepted: [R] int64, drafts accepted.
-        hidden_states: the target's hidden states of the verified block, a tuple over layers of [R, T, H], for drafters with
-            `needs_hidden_states`; else None. Position 0 belongs to the last token committed before the drafts.
+        hidden_states: the target's hidden states of the verified block, a tuple over layers of [R, T, H], for drafters
+            with `needs_hidden_states`; else None. Position 0 belongs to the last token committed before the drafts.
     """
 
     view: View
@@ -129,8 +129,8 @@ class Drafter:
         needs_hidden_states: `commit` gets the target's hidden states (feature-level heads such as EAGLE or Medusa).
         draft_ahead: `ahead` is called while the rows are being verified (pre-verification as in PEARL).
         announces: `announce` tells how many drafts it has for a row's next turn before it is asked.
-        capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and `commit` and
-            `announce` touch nothing but buffers kept in `Session.space`.
+        capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and
+            `commit` and `announce` touch nothing but buffers kept in `Session.space`.
         forwards: model forwards of this call so far.
     """
 
@@ -152,15 +152,18 @@ class Drafter:
         """Proposes up to `task.budgets` tokens per row, which may be fewer (a ragged budget)."""
         raise NotImplementedError
 
-    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
-        """The host's part of drafting: clips budgets, may run forwards that are due first, fixes the shape of the rest.
+    def prepare(
+        self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]
+    ) -> Shape:
+        """The host's part of drafting: clips budgets, may run forwards that are due first, fixes the shape of the
+        rest.
 
         `view_of` gathers the state of some of the rows, named by their place in `requests`.
         """
         raise NotImplementedError
 
     def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
-        """The device's part: drafts up to `budget` [R] int64 tokens per row. Depends on `shape` and device state alone."""
+        """The device's part: up to `budget` [R] int64 drafts per row. Depends on `shape` and device state alone."""
         raise NotImplementedError
 
     def ahead(self, view: View, draft_ids: torch.Tensor) -> None:

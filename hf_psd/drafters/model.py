@@ -64,7 +64,9 @@ class ModelDrafter(Drafter):
             scores = scores.new_zeros(rows_count, *scores.shape[1:]).index_copy_(0, at, scores)
         return Proposal(ids, scores, failed=failed)
 
-    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
+    def prepare(
+        self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]
+    ) -> Shape:
         budgets = [self._within_window(request, budget) for request, budget in zip(requests, budgets)]
         index = [row for row, budget in enumerate(budgets) if budget > 0]
         if not index:
@@ -116,7 +118,7 @@ class ModelDrafter(Drafter):
         return budget
 
     def _catch_up(self, requests: list[Request], view_of: Callable[[list[int]], View]) -> int:
-        """Feeds rows that lag far behind; returns how many of each row's last tokens are still to be fed, at least 1."""
+        """Feeds rows that lag far behind; returns how many of each row's last tokens are left to feed, at least 1."""
         assert self._runner is not None
         lags = [self._lag(request) for request in requests]
         usual = self._session.limits.gamma + 1

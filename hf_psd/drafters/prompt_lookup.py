@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what followed the last occurrence of the row's newest n-gram (Saxena 2023, prompt lookup decoding)."""
+"""Prompt lookup decoding (Saxena 2023): drafts what followed the last occurrence of the row's newest n-gram."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class PromptLookup(Drafter):
     def draft(self, task: Task) -> Proposal:
         return self.propose(task.view, upload(task.budgets, task.view.length.device), Shape(list(task.budgets)))
 
-    def prepare(self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]) -> Shape:
+    def prepare(
+        self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]
+    ) -> Shape:
         return Shape(list(budgets))
 
     def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:

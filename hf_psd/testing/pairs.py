@@ -35,8 +35,8 @@ def synthetic_pair(
 ) -> tuple[LlamaForCausalLM, list[LlamaForCausalLM]]:
     """Builds models whose greedy choices agree at about the given share of positions.
 
-    A drafter shares the leading columns of the target's embedding and head. What the target's layers add is scaled down
-    until the drafter, which does not have those layers, guesses right as often as asked.
+    A drafter shares the leading columns of the target's embedding and head. What the target's layers add is scaled
+    down until the drafter, which does not have those layers, guesses right as often as asked.
 
     Args:
         target: a name in `SHAPES`.
@@ -76,11 +76,15 @@ def synthetic_pair(
 
 
 @torch.no_grad()
-def measure_agreement(target: LlamaForCausalLM, drafter: LlamaForCausalLM, seed: int = 1, rows: int = 8, columns: int = 96) -> float:
+def measure_agreement(
+    target: LlamaForCausalLM, drafter: LlamaForCausalLM, seed: int = 1, rows: int = 8, columns: int = 96
+) -> float:
     """Share of positions of random text at which both models' argmax is the same id."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, target.config.vocab_size, (rows, columns), generator=generator)
-    best = [model(input_ids=ids.to(model.device), use_cache=False).logits.argmax(-1).cpu() for model in (target, drafter)]
+    best = [
+        model(input_ids=ids.to(model.device), use_cache=False).logits.argmax(-1).cpu() for model in (target, drafter)
+    ]
     return (best[0] == best[1]).float().mean().item()
 
 

@@ -14,8 +14,8 @@ NEG_INF = float("-inf")
 
 
 class Judgement:
-    """What verification gives: `ids` [R, T] int64 (-1 after the last emitted), `counts` [R] emitted (1 .. T), `bad` [R] bool,
-    `scores` [R, T, V] fp32 processed scores, `logits` [R, T, V] as the model gave them."""
+    """What verification gives: `ids` [R, T] int64 (-1 after the last emitted), `counts` [R] emitted (1 .. T), `bad`
+    [R] bool, `scores` [R, T, V] fp32 processed scores, `logits` [R, T, V] as the model gave them."""
 
     __slots__ = ("bad", "counts", "ids", "logits", "scores")
 
@@ -61,8 +61,8 @@ class Sampler:
             view: the rows; `view.tokens` already holds the drafts before this one.
 
         Returns:
-            ids [R] int64 (-1 where the row failed), the processed scores [R, vocab_size] fp32 they were drawn from (None
-            when verification needs none), and failed [R] bool: the drafter gave NaN or nothing finite.
+            ids [R] int64 (-1 where the row failed), the processed scores [R, vocab_size] fp32 they were drawn from
+            (None when verification needs none), and failed [R] bool: the drafter gave NaN or nothing finite.
         """
         scores = _fit(logits, vocab_size)
         failed = bad_rows(scores)
@@ -119,7 +119,7 @@ class Sampler:
         return Judgement(verdict.ids, verdict.n_emitted, bad, scores, logits)
 
     def _one_by_one(self, logits, draft_ids, view, draft_scores, point_mass, law) -> torch.Tensor:
-        """Processors that must see true prefixes only, each once: position i is scored once drafts < i are accepted."""
+        """For processors that must see true prefixes only, once: position i is scored when drafts < i are accepted."""
         scores = logits.float().clone()
         alive = list(range(logits.shape[0]))
         ends = (view.padding + view.length).tolist()

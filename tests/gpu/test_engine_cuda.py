@@ -22,7 +22,14 @@ except ImportError:  # a bare GPU machine: `python tests/gpu/test_engine_cuda.py
 
 PROMPTS = [[5, 9, 17, 33, 21, 40, 41], [7, 8, 9], [12], [30, 31, 32, 33, 34]]
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None}
-SAMPLED = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, "temperature": 2.0, "top_k": 20}
+SAMPLED = {
+    "do_sample": True,
+    "max_new_tokens": 24,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "temperature": 2.0,
+    "top_k": 20,
+}
 
 
 def tiny(seed: int = 0, vocab_size: int = 64, initializer_range: float = 0.5) -> LlamaForCausalLM:
@@ -75,7 +82,9 @@ def test_greedy_equals_plain_generate_in_every_mode():
     plain = target.generate(**batch("cuda"), **GREEDY)
     for mode in ("ar", "sd", "psd"):
         for gamma in (1, 4):
-            out = target.generate(**batch("cuda"), assistant_models=drafters, psd={"mode": mode, "gamma": gamma}, **GREEDY)
+            out = target.generate(
+                **batch("cuda"), assistant_models=drafters, psd={"mode": mode, "gamma": gamma}, **GREEDY
+            )
             assert torch.equal(out, plain), (mode, gamma)
 
 
@@ -113,12 +122,19 @@ def test_graphs_give_the_eager_text_and_are_kept_between_calls():
     target = tiny()
     drafters = ["prompt_lookup", noisy(target, 0.03).cuda()]
     target.cuda()
-    for settings in (GREEDY, SAMPLED, SAMPLED | {"max_new_tokens": 10, "temperature": 1.5}, GREEDY | {"eos_token_id": [28, 34, 14]}):
+    for settings in (
+        GREEDY,
+        SAMPLED,
+        SAMPLED | {"max_new_tokens": 10, "temperature": 1.5},
+        GREEDY | {"eos_token_id": [28, 34, 14]},
+    ):
         for verification in ("coupled", "rejection"):
             for mode in ("ar", "sd", "psd"):
                 psd = {"mode": mode, "seed": 11, "verification": verification}
                 texts = [
-                    target.generate(**batch("cuda"), assistant_models=drafters, psd=psd | {"cuda_graphs": graphs}, **settings)
+                    target.generate(
+                        **batch("cuda"), assistant_models=drafters, psd=psd | {"cuda_graphs": graphs}, **settings
+                    )
                     for graphs in (False, True, True)
                 ]
                 assert not hf_psd.last_stats().errors and not hf_psd.last_stats().notes, hf_psd.last_stats()

@@ -118,6 +118,20 @@ def test_stop_strings(tokenizer, eos, lengths, mode):
     assert tokenizer.decode(output[0, 7:]).startswith("JUPzs")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_hear_of_no_token_after_a_stop_string(tokenizer, mode):
+    class Watch(hf_psd.StepHook):
+        def on_commit(self, context):
+            for request, emitted in zip(context.requests, context.emitted):
+                texts[request.index] += emitted
+
+    texts = [[], [], [], []]
+    arguments = GREEDY | dict(eos_token_id=2, max_new_tokens=40, stop_strings=STOPS, tokenizer=tokenizer)
+    models, psd = [shared("llama")], dict(mode=mode, gamma=7, selector=Fixed())
+    output = shared("llama").generate(**P4(), **arguments, assistant_models=models, psd=psd, psd_hooks=[Watch()])
+    assert texts == [row[7 : 7 + length] for row, length in zip(output.tolist(), [5, 6, 40, 40])]
+
+
 @pytest.mark.parametrize("where", ["call", "model"])
 def test_stop_strings_in_a_generation_config(tokenizer, where):
     target = tiny("llama")

@@ -78,7 +78,7 @@ def test_drafter_with_bad_logits_is_retired(value, rows, mode):
         assert output.tolist() == expected.tolist()
         assert hf_psd.last_stats().errors == [message for message in hf_psd.last_stats().errors if warned[0] in message]
         output = quiet(target, [bad, *others], dict(mode=mode), warned, **P4(), **SAMPLED)
-        assert output.shape == (4, 35) and 0 <= output.min() and output.max() < 64
+        assert output.shape == (4, 35) and output.min() >= 0 and output.max() < 64
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,7 +131,7 @@ def test_target_with_nan_is_a_clear_error(do_sample, mode):
 
 
 def test_processor_that_leaves_no_token_is_a_clear_error():
-    banned = [token for token in range(64)]
+    banned = list(range(64))
     with pytest.raises(RuntimeError, match="no possible token"):
         shared("llama").generate(**P4(), **SAMPLED, suppress_tokens=banned, psd=True)
 

@@ -10,7 +10,7 @@ import torch
 from pairwise import all_pairs
 from zoo import DRAFTER_KINDS, FAMILIES, GREEDY, drafters, prompts, shared
 
-import hf_psd  # noqa: F401
+import hf_psd
 
 NEW_TOKENS = 16
 PROCESSORS = {
@@ -72,7 +72,8 @@ def test_cover(case):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_full_product(family, processors):
-    for batch, ending in itertools.product(BATCHES, ENDINGS):
-        check(family, batch, 4, "ar", "lookup", processors, ending)  # without drafts neither gamma nor drafters matter
+    endings = itertools.cycle(ENDINGS)
+    for batch in BATCHES:
+        check(family, batch, 4, "ar", "lookup", processors, next(endings))  # without drafts the rest does not matter
         for gamma, mode, kind in itertools.product(GAMMAS, MODES[1:], DRAFTER_KINDS):
-            check(family, batch, gamma, mode, kind, processors, ending)
+            check(family, batch, gamma, mode, kind, processors, next(endings))

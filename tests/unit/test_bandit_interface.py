@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_psd.bandit as bandit
+import itertools
 
 ALL = bandit.names()
 
@@ -294,7 +295,7 @@ def test_switching_cost_is_counted():
     for _ in range(100):
         arms.append(selector.select())
         selector.update(arms[-1], 0.5)
-    costs = [(0.25, 0.5)[new] for old, new in zip(arms, arms[1:], strict=False) if old != new]
+    costs = [(0.25, 0.5)[new] for old, new in itertools.pairwise(arms) if old != new]
     stats = selector.stats()
     assert stats["switches"] == len(costs) > 0
     assert stats["switching_paid"] == pytest.approx(sum(costs))

@@ -72,4 +72,4 @@ def test_masks(starts, width, kv_length, window):
                 expected = [key <= at and (window is None or key > at - window) for key in range(kv_length)]
                 seen = mask[row, 0, column] if dtype is None else mask[row, 0, column] == 0
                 assert seen.tolist() == expected
-        assert dtype is None or mask.dtype == dtype and mask.isfinite().all()
+        assert dtype is None or (mask.dtype == dtype and mask.isfinite().all())

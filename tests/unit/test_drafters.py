@@ -219,7 +219,7 @@ def test_ids_outside_the_vocabulary_end_the_draft(name, greedy, mode):
     for column in (0, 2):
         output = decode([spoil(at(column, STRANGE[name]))()], mode, greedy=greedy)
         stats = hf_psd.last_stats()
-        assert 0 <= output.min() and output.max() < 64 and not stats.errors
+        assert output.min() >= 0 and output.max() < 64 and not stats.errors
         assert len([share for share, count in zip(stats.by_position, stats.drafted_at) if count]) == column
         assert not greedy or (output.tolist() == expected().tolist() and stats.acceptance == (column > 0))
 
@@ -255,7 +255,7 @@ def test_sampled_drafts_need_their_scores():
 def test_impossible_scores_are_rejected_drafts(value):
     scored = spoil(lambda self, ids: Proposal(ids, torch.full((*ids.shape, 64), value)))
     output = decode([scored()], greedy=False)
-    assert 0 <= output.min() and output.max() < 64 and hf_psd.last_stats().accepted == 0
+    assert output.min() >= 0 and output.max() < 64 and hf_psd.last_stats().accepted == 0
 
 
 def test_rows_reported_as_failed_retire_the_drafter():

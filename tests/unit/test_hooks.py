@@ -156,7 +156,7 @@ def test_an_error_ends_the_call_with_that_error_and_leaves_models_clean(fault, m
     extra = {name: list(value) for name, value in FAULTS[fault].items()}
     for each in extra.get("psd_hooks", []):
         each.left = 3 if fault.startswith("third") else 1
-    extra["psd_hooks"] = extra.get("psd_hooks", []) + [log]
+    extra["psd_hooks"] = [*extra.get("psd_hooks", []), log]
     with pytest.raises(Boom, match=fault.removeprefix("third ")):
         target.generate(**ARGUMENTS, assistant_models=[drafter], psd=dict(mode=mode, selector=Fixed()), **extra)
     assert [state_of(model) for model in (target, drafter)] == before
