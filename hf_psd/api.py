@@ -184,12 +184,12 @@ def plain_generate() -> Callable[..., Any]:
 def enable() -> None:
     """Makes `model.generate(..., psd=...)` work on every instance. Importing the package does it; calls may repeat."""
     if not hasattr(GenerationMixin.generate, _MARK):
-        GenerationMixin.generate = _wrap(GenerationMixin.generate)
+        setattr(GenerationMixin, "generate", _wrap(GenerationMixin.generate))  # noqa: B010
 
 
 def disable() -> None:
     """Gives transformers its own `generate` back."""
-    GenerationMixin.generate = plain_generate()
+    setattr(GenerationMixin, "generate", plain_generate())  # noqa: B010
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:

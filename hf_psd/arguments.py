@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
+from .runner import input_embedding
 from .support import check_supported
 
 _REFUSED = {
@@ -152,7 +153,7 @@ def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, A
 def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
     """Left-padding columns of each row of `prompts` [B, P]; checks ids, mask [B, P] and length."""
     columns = prompts.shape[1]
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = input_embedding(model).shape[0]
     window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
     real = mask.bool()

@@ -94,8 +94,13 @@ def measure(settings: Settings, target: Any, drafter: Any, method: str, batch: i
     ids = torch.randint(
         3, target.config.vocab_size, (batch, settings.prompt), generator=torch.Generator().manual_seed(batch)
     )
-    inputs = {"input_ids": ids.to(settings.device), "attention_mask": torch.ones_like(ids).to(settings.device)}
-    common = dict(max_new_tokens=settings.new_tokens, do_sample=settings.sample, eos_token_id=None, pad_token_id=0)
+    inputs: dict[str, Any] = {
+        "input_ids": ids.to(settings.device),
+        "attention_mask": torch.ones_like(ids).to(settings.device),
+    }
+    common: dict[str, Any] = dict(
+        max_new_tokens=settings.new_tokens, do_sample=settings.sample, eos_token_id=None, pad_token_id=0
+    )
     ours = method in ("ar", "sd", "psd")
 
     def call() -> float:

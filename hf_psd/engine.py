@@ -82,7 +82,7 @@ class Engine:
         self.manager = BatchManager(groups=2 if call.config.mode == "psd" else 1, drafting=drafting)
         self.roster = Roster(call.drafters if drafting else [], self.space, call.stats)
         if self.graphing:
-            self.space.seed.fill_(_signed(call.sampler.seed))
+            self.space.seed.fill_(_signed(int(call.sampler.seed)))
             call.sampler.seed = self.space.seed
         sampler = call.sampler
         known = signature(sampler.pipeline.processors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -26,7 +28,9 @@ def shape_output(
         return sequences
     scores = _columns(kept, 0, ledger) if generation_config.output_scores else None
     logits = _columns(kept, 1, ledger) if generation_config.output_logits else None
-    output = GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+    # transformers annotates these fields more narrowly than it fills them itself.
+    fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits}
+    output = GenerateDecoderOnlyOutput(**fields)
     output.psd = stats
     return output
 

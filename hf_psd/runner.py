@@ -66,7 +66,7 @@ class ModelRunner:
         text_config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
         self.vocab_size: int = output_vocab_size(model)
-        self.input_vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.input_vocab_size = input_embedding(model).shape[0]
         self.last_position: int = getattr(text_config, "max_position_embeddings", None) or 2**31
         implementation = text_config._attn_implementation
         eager, self.fast = implementation == "eager", implementation == FAST
@@ -140,13 +140,20 @@ def implementation_of(model: PreTrainedModel) -> str:
     return model.config.get_text_config(decoder=True)._attn_implementation
 
 
+def input_embedding(model: PreTrainedModel) -> torch.Tensor:
+    """The weight of the input embedding, [V, H]."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device token ids go to: that of the input embedding, also for a model split over several devices."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     if device is not None:
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return model.get_input_embeddings().weight.device
+    return input_embedding(model).device
 
 
 def output_vocab_size(model: PreTrainedModel) -> int:

@@ -111,11 +111,11 @@ def _self_test(model: PreTrainedModel, implementation: str) -> str | None:
         if tiny is None:
             return f"its self-test could not be set up ({'; '.join(troubles)})."
         try:
-            error = _ragged_error(tiny, implementation)
+            difference = _ragged_error(tiny, implementation)
         except Exception as raised:
             return f"its forward fails on ragged rows ({type(raised).__name__}: {str(raised)[:200]})."
-    if not error < _TOLERANCE:
-        return f"its logits on ragged rows differ from single rows by {error:.1e} of their size."
+    if not difference < _TOLERANCE:
+        return f"its logits on ragged rows differ from single rows by {difference:.1e} of their size."
     return None
 
 

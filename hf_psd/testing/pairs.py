@@ -71,7 +71,7 @@ def synthetic_pair(
     if small:
         _calibrate(big, small[0], agreement)
     if drafter_device is not None:
-        small = [drafter.to(drafter_device) for drafter in small]
+        small = [torch.nn.Module.to(drafter, drafter_device) for drafter in small]
     return big, small
 
 

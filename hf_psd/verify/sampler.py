@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from psd_kernels import COUPLED, DRAFT, bad_rows, sample
 from psd_kernels import accepted as accepted_once
@@ -98,7 +100,7 @@ class Sampler:
             draft_scores: [R, T - 1, V] fp32 that sampled drafts came from, or None.
             point_mass: [R] bool, rows whose drafts have probability 1.
         """
-        law = dict(
+        law: dict[str, Any] = dict(
             temperature=self._temperature(logits),
             law=self.law,
             seed=self.seed,

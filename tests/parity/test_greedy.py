@@ -72,7 +72,7 @@ DRAFTER_LISTS = ("C", "N", "CNR", "RR", "NN", "T")
 POLICIES = {
     "composite": lambda seed: "composite",
     "turns": lambda seed: Fixed((0, 1, 2)),
-    "random": lambda seed: Fixed(lambda self, draw=random.Random(seed): draw.randrange(3)),
+    "random": lambda seed: Fixed(lambda self, draw=random.Random(seed): draw.randrange(3)),  # noqa: B008
     "past": lambda seed: Fixed(lambda self: sum(result.accepted for result in self.results) % 3),
 }
 

@@ -337,7 +337,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        masks = list((args[1] if name.startswith("index") and isinstance(args[1], (list, tuple)) else ()))
+        masks = list(args[1] if name.startswith("index") and isinstance(args[1], (list, tuple)) else ())
         if name in self.names or any(isinstance(t, Tensor) and t.dtype == torch.bool for t in masks):
             self.seen[name] += 1
         result = func(*args, **(kwargs or {}))
