@@ -108,13 +108,10 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"psd: {name} cannot be used with psd; {advice}")
-    configs = (kwargs.get("generation_config"), target.generation_config)
-    caches = [
-        kwargs.get("cache_implementation"),
-        *(getattr(config, "cache_implementation", None) for config in configs),
-    ]
-    cache = next((name for name in caches if name is not None), "dynamic")
-    if cache != "dynamic":
+    cache = kwargs.get("cache_implementation")
+    if cache is None:
+        cache = getattr(kwargs.get("generation_config"), "cache_implementation", None)
+    if cache not in (None, "dynamic"):
         raise ValueError(
             f"psd: cache_implementation={cache!r} cannot be combined with psd, which keeps its own cache."
         )
@@ -138,6 +135,7 @@ def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, A
         "token_healing": bool(config.token_healing),
         "output_attentions": bool(config.output_attentions),
         "output_hidden_states": bool(config.output_hidden_states),
+        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
     }
     for name, refused in refusals.items():

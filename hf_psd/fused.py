@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_ROPE = "apply_rotary_pos_emb"
+_ROPE, _MARK = "apply_rotary_pos_emb", "_psd_fused"
+_SILU = ("SiLU", "SiLUActivation")
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose norm, MLP and rotary embedding are the ones these operators compute."""
 
@@ -52,8 +54,8 @@ def fused(models: Sequence[PreTrainedModel]) -> Iterator[None]:
                     undo.callback(vars(module).pop, "forward")
             home = sys.modules[type(model).__module__]
             original = vars(home).get(_ROPE)
-            if original is not None and original is not rotate:
-                setattr(home, _ROPE, rotate)
+            if original is not None and not hasattr(original, _MARK):
+                setattr(home, _ROPE, _rotation(original))
                 undo.callback(setattr, home, _ROPE, original)
         yield
 
@@ -63,7 +65,7 @@ def _forward_for(module: torch.nn.Module) -> Callable[..., torch.Tensor] | None:
     if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return _normaliser(module)
     act = getattr(module, "act_fn", None)
-    if name.endswith("MLP") and isinstance(act, torch.nn.SiLU) and hasattr(module, "gate_proj"):
+    if name.endswith("MLP") and type(act).__name__ in _SILU and hasattr(module, "gate_proj"):
         return _gated(module)
     return None
 
@@ -86,8 +88,15 @@ def _gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return forward
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any):
-    """transformers' `apply_rotary_pos_emb` as one kernel for q and k [R, H, T, D]."""
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply_rotary_pos_emb` as one kernel for q and k [R, H, T, D]; models of the family on the CPU keep theirs."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    return LigerRopeFunction.apply(q, k, cos, sin)
+    @functools.wraps(original)
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if q.device.type != "cuda":
+            return original(q, k, cos, sin, *args, **kwargs)
+        return LigerRopeFunction.apply(q, k, cos, sin)
+
+    setattr(rotate, _MARK, True)
+    return rotate

@@ -66,7 +66,7 @@ def main() -> None:
             f"{report['triton']}, commit {report['commit']}; copy bandwidth "
             f"{report['copy_bytes_per_second'] / 1e12:.2f} TB/s, read and written bytes counted.\n",
             f"Checks of the same run: logsumexp within {checks['logsumexp_error']:.1e} max(1, |x|) of float64; "
-            f"{checks['draws']:,} draws from the residual, chi-square z = {checks['residual_chi_square_z']:.2f}, and "
+            f"{checks['draws']:,} residual draws, chi-square z = {checks['residual_chi_square_z']:.2f}, and "
             f"of first tokens, z = {checks['first_token_chi_square_z']:.2f}; {checks['verify_rows_different']} of "
             f"{checks['verify_rows_compared']} verified rows differ from the specification.\n",
             "`verify`, rejection:\n",

@@ -282,6 +282,7 @@ def test_bad_counts_only_up_to_the_stop_position():
         out = naive.verify(target, ids, temperature=temperature, **counters(3))
         assert out.bad.tolist() == [True, False, True]
         assert out.n_emitted.tolist() == [2, 1, 2] and (out.ids < 6).all()
+        assert out.ids[0, 1] == out.ids[2, 1] == 0
     for law in ("rejection", "coupled"):
         out = naive.verify(target, ids, temperature=torch.ones(3), law=law, **counters(3))
         assert (out.ids < 6).all() and torch.equal(out.bad, out.n_emitted > 1)

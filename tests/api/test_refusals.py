@@ -133,6 +133,15 @@ def test_use_cache_false_is_equal():
     assert_plain(shared("llama"), [shared("llama")], **ARGUMENTS, use_cache=False)
 
 
+def test_cache_implementations_in_the_models_own_config():
+    """Gemma checkpoints come with "hybrid", which `generate` itself takes for the default."""
+    target = tiny("gemma2")
+    target.generation_config.cache_implementation = "hybrid"
+    assert_plain(target, [target], **ARGUMENTS)
+    target.generation_config.cache_implementation = "static"
+    refused(ValueError, "cache_implementation='static'", target=target, psd=True)
+
+
 def test_cache_made_by_the_user_is_refused():
     cache = StaticCache(config=shared("llama").config, max_cache_len=32)
     for name in ("past_key_values", "cache"):
@@ -218,7 +227,7 @@ def test_out_of_memory_for_the_cache_says_what_to_lower(monkeypatch):
     tiny_target = tiny("llama")
     tiny_target.generate(**ARGUMENTS, psd=True)
     monkeypatch.setattr(torch.Tensor, "new_zeros", no_memory)
-    with pytest.raises(torch.OutOfMemoryError, match=r"KV cache: \d+\.\d\d GiB for 4 rows.*Lower the batch, `max_new_tokens` or `gamma`"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"\d+\.\d\d GiB of KV cache, 4 rows.*Lower the batch, `max_new_tokens` or `gamma`"):
         tiny_target.generate(**ARGUMENTS, psd=True)
 
 

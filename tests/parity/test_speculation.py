@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import GREEDY, Fixed, Recorder, assert_plain, noisy, prompts, shared, tiny
+from zoo import GREEDY, P4, Fixed, Recorder, assert_plain, noisy, prompts, shared, tiny
 
 import hf_psd
 from hf_psd.engine import Engine
@@ -51,6 +51,13 @@ def test_mode_ar_runs_no_drafter():
         target.generate(**G40, assistant_models=[drafter], psd=dict(mode="ar"))
     assert idle.forwards == 0 and all(shape[1] == 1 for shape in recorder.shapes[1:])
     assert 40 <= len(recorder.shapes) - 1 <= 41 and hf_psd.last_stats().tokens_per_forward == 1.0
+
+
+def test_steps_beyond_the_end_of_a_row_are_dropped():
+    arguments = P4() | GREEDY | dict(eos_token_id=[28, 34, 14], max_new_tokens=40)
+    shared("llama").generate(**arguments, psd=dict(mode="ar"))
+    stats = hf_psd.last_stats()
+    assert (stats.rounds, stats.emitted, stats.target_forwards) == (26, 26, 11), "the last row ends after ten tokens"
 
 
 def test_hopeless_drafts_cost_little():
