@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import DEVICE, DTYPES, INTERPRETED, LAYOUTS, VerifyCase
@@ -83,6 +85,15 @@ def test_public_operator_with_its_own_blocks(law):
         got = verify(case.target, case.drafts, **case.arguments)
         assert isinstance(got, naive.Verdict)
         assert_same_verdict(got, naive.verify(case.target, case.drafts, **case.arguments), 50)
+
+
+@pytest.mark.parametrize("broken", [-math.inf, math.nan, math.inf])
+def test_a_draft_that_q_cannot_have_drawn_is_replaced_by_p(broken):
+    case = next(fixed_cases())
+    case.arguments["draft_logits"].scatter_(2, case.drafts[..., None], broken)
+    got, expected = run(case, scan_block=16, race_block=16), naive.verify(case.target, case.drafts, **case.arguments)
+    assert_same_verdict(got, expected, 50)
+    assert (got.n_emitted == 1).all() and not got.bad.any()
 
 
 def test_result_does_not_depend_on_blocks_or_batch():

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -247,6 +248,49 @@ def test_a_generate_of_its_own_is_refused():
     with pytest.raises(ValueError, match="OwnGenerate has a `generate` of its own"):
         model.generate(**ARGUMENTS, psd=True)
     assert forwards.forwards == 0
+
+
+class Nested(hf_psd.StepHook):
+    """Runs another call in the middle of one."""
+
+    output = None
+
+    def on_commit(self, context):
+        if self.output is None:
+            self.output = ()
+            self.output = shared("llama").generate(**ARGUMENTS, psd=True)
+
+
+def test_calls_do_not_disturb_each_other():
+    target, results, hook = shared("llama"), {}, Nested()
+    expected = target.generate(**ARGUMENTS).tolist()
+    models = [shared("llama", noise=0.03), "prompt_lookup"]
+
+    def run(number):
+        results[number] = target.generate(**ARGUMENTS, assistant_models=models, psd=dict(mode="psd")).tolist()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(3), expected)
+    assert target.generate(**ARGUMENTS, assistant_models=models, psd=True, psd_hooks=[hook]).tolist() == expected
+    assert hook.output.tolist() == expected
+
+
+def test_under_other_modes_of_torch():
+    target, models = shared("llama"), [shared("llama", noise=0.03), "prompt_lookup"]
+    sampled = P4() | dict(do_sample=True, temperature=2.0, top_k=0, max_new_tokens=12, pad_token_id=0)
+    ways = [ARGUMENTS, sampled]
+    expected = [target.generate(**way, assistant_models=models, psd=dict(seed=3)).tolist() for way in ways]
+    with torch.inference_mode():
+        assert [target.generate(**way, assistant_models=models, psd=dict(seed=3)).tolist() for way in ways] == expected
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert [target.generate(**way, assistant_models=models, psd=dict(seed=3)).tolist() for way in ways] == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_positional_arguments_after_the_inputs_are_refused():

@@ -41,13 +41,29 @@ def headless():
 DRAFTERS = {
     "empty list": ([], ValueError, "assistant_models is empty: name at least one"),
     "a name": ("prompt_lookup", TypeError, "assistant_models must be a list.*got str; wrap it in a list"),
-    "a model": (shared("llama"), TypeError, "assistant_models must be a list.*got LlamaForCausalLM; wrap it in a list"),
+    "a model": (
+        shared("llama"),
+        TypeError,
+        "assistant_models must be a list.*got LlamaForCausalLM; wrap it in a list",
+    ),
     "unknown name": (["gpt2"], ValueError, r"assistant_models\[0\] is 'gpt2'.*'prompt_lookup'. Load the model first"),
     "name beside a model": ([shared("llama"), "x"], ValueError, r"assistant_models\[1\] is 'x'"),
-    "None": ([None], TypeError, r"assistant_models\[0\] must be a causal LM, 'prompt_lookup' or a Drafter, got NoneType"),
-    "no model": ([torch.nn.Linear(2, 2)], TypeError, r"assistant_models\[0\] must be a transformers model, got Linear"),
+    "None": (
+        [None],
+        TypeError,
+        r"assistant_models\[0\] must be a causal LM, 'prompt_lookup' or a Drafter, got NoneType",
+    ),
+    "no model": (
+        [torch.nn.Linear(2, 2)],
+        TypeError,
+        r"assistant_models\[0\] must be a transformers model, got Linear",
+    ),
     "no head": ([headless()], TypeError, r"assistant_models\[0\] \(LlamaModel\) is not a causal LM"),
-    "meta": (["prompt_lookup", on_meta()], ValueError, r"assistant_models\[1\] \(LlamaForCausalLM\) is on the meta device"),
+    "meta": (
+        ["prompt_lookup", on_meta()],
+        ValueError,
+        r"assistant_models\[1\] \(LlamaForCausalLM\) is on the meta device",
+    ),
 }
 
 
@@ -72,7 +88,11 @@ PSD = {
     "mode": (dict(mode="fast"), ValueError, "mode must be one of 'auto', 'ar', 'sd', 'psd'; got 'fast'"),
     "law": (dict(verification="exact"), ValueError, "verification must be one of 'rejection', 'coupled'; got 'exact'"),
     "selector": (dict(selector="best"), ValueError, "selector.*'best'"),
-    "selector object": (dict(selector=object()), ValueError, "selector object needs the methods plan and feedback, or select and update"),
+    "selector object": (
+        dict(selector=object()),
+        ValueError,
+        "selector object needs the methods plan and feedback, or select and update",
+    ),
     "seed": (dict(seed=2**64), ValueError, "seed must fit 64 bits"),
     "seed type": (dict(seed="a"), ValueError, "seed must fit 64 bits, got 'a'"),
     "too few request ids": (dict(request_ids=[1, 2]), ValueError, "request_ids must be 4 ints"),
@@ -99,7 +119,10 @@ class Static:
 
 
 GENERATE = {
-    "assistant_model": (dict(assistant_model=shared("llama")), "assistant_model cannot be used with psd.*assistant_models"),
+    "assistant_model": (
+        dict(assistant_model=shared("llama")),
+        "assistant_model cannot be used with psd.*assistant_models",
+    ),
     "beams": (dict(num_beams=2), "num_beams=2"),
     "inputs_embeds": (dict(inputs_embeds=torch.zeros(1, 3, 32)), "inputs_embeds.*pass input_ids"),
     "synced_gpus": (dict(synced_gpus=True), "synced_gpus"),
@@ -107,7 +130,8 @@ GENERATE = {
     "quantized cache": (dict(cache_implementation="quantized"), "cache_implementation='quantized'"),
     "paged cache": (dict(cache_implementation="paged"), "cache_implementation='paged'"),
     "paged cache in a config": (
-        dict(generation_config=GenerationConfig(cache_implementation="paged")), "cache_implementation='paged'"
+        dict(generation_config=GenerationConfig(cache_implementation="paged")),
+        "cache_implementation='paged'",
     ),
     "cache object": (dict(past_key_values=Static()), "past_key_values.*whole text"),
     "custom_generate": (dict(custom_generate=lambda *args, **kwargs: None), "custom_generate"),
@@ -120,7 +144,7 @@ GENERATE = {
     "attentions": (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
     "stop strings": (dict(stop_strings=["a"]), "stop_strings need the tokenizer: pass tokenizer="),
     "greedy sequences": (dict(num_return_sequences=2), "num_return_sequences"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GENERATE)
@@ -159,15 +183,21 @@ def test_encoder_decoder():
 
 
 INPUTS = {
-    "hole": (left_padded([[5, 0, 7, 8], [9, 9]], pad=0) | dict(attention_mask=torch.tensor([[1, 0, 1, 1], [0, 0, 1, 1]])),
-             "attention_mask must be zeros then ones.*padding_side='left'"),
-    "right padding": (dict(input_ids=torch.tensor([[5, 6, 0], [5, 6, 7]]), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])),
-                      "attention_mask must be zeros then ones"),
-    "empty row": (dict(input_ids=torch.tensor([[5, 6], [0, 0]]), attention_mask=torch.tensor([[1, 1], [0, 0]])),
-                  "attention_mask has a row without any token"),
+    "hole": (
+        left_padded([[5, 0, 7, 8], [9, 9]], pad=0) | dict(attention_mask=torch.tensor([[1, 0, 1, 1], [0, 0, 1, 1]])),
+        "attention_mask must be zeros then ones.*padding_side='left'",
+    ),
+    "right padding": (
+        dict(input_ids=torch.tensor([[5, 6, 0], [5, 6, 7]]), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])),
+        "attention_mask must be zeros then ones",
+    ),
+    "empty row": (
+        dict(input_ids=torch.tensor([[5, 6], [0, 0]]), attention_mask=torch.tensor([[1, 1], [0, 0]])),
+        "attention_mask has a row without any token",
+    ),
     "id too large": (dict(input_ids=torch.tensor([[5, 64]]), attention_mask=None), r"input_ids must lie in 0 \.\. 63"),
     "negative id": (dict(input_ids=torch.tensor([[5, -1]]), attention_mask=None), r"input_ids must lie in 0 \.\. 63"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -177,7 +207,9 @@ def test_inputs(name):
 
 
 def test_ids_under_the_padding_are_not_looked_at():
-    arguments = dict(input_ids=torch.tensor([[99, 99, 5], [6, 7, 8]]), attention_mask=torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    arguments = dict(
+        input_ids=torch.tensor([[99, 99, 5], [6, 7, 8]]), attention_mask=torch.tensor([[0, 0, 1], [1, 1, 1]])
+    )
     clean = arguments | dict(input_ids=torch.tensor([[0, 0, 5], [6, 7, 8]]))
     output = shared("llama").generate(**ARGUMENTS | arguments, assistant_models=[shared("llama")], psd=True)
     assert output[:, 3:].tolist() == shared("llama").generate(**ARGUMENTS | clean)[:, 3:].tolist()
@@ -185,20 +217,35 @@ def test_ids_under_the_padding_are_not_looked_at():
 
 def test_prompt_longer_than_the_window():
     target = tiny("gpt2", n_positions=16)
-    inputs = prompts(2, seed=1, max_len=4) | dict(input_ids=torch.full((2, 17), 5), attention_mask=torch.ones(2, 17).long())
-    refused(ValueError, "a prompt of 17 tokens is longer than the model's 16 positions; shorten it", target=target, psd=True, **inputs)
+    inputs = prompts(2, seed=1, max_len=4) | dict(
+        input_ids=torch.full((2, 17), 5), attention_mask=torch.ones(2, 17).long()
+    )
+    refused(
+        ValueError,
+        "a prompt of 17 tokens is longer than the model's 16 positions; shorten it",
+        target=target,
+        psd=True,
+        **inputs,
+    )
 
 
 def tokenizer(*words):
     from tokenizers import Tokenizer, models
 
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a")))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a"))
+    )
 
 
 def test_tokenizers_that_differ():
     ours, same, other = tokenizer("a", "b"), tokenizer("a", "b"), tokenizer("b", "a")
     given = dict(tokenizer=ours, assistant_models=[shared("llama", 11), shared("llama", 11)], psd=True)
-    refused(ValueError, r"assistant_tokenizers\[1\] does not map text to the same ids", assistant_tokenizers=[same, other], **given)
+    refused(
+        ValueError,
+        r"assistant_tokenizers\[1\] does not map text to the same ids",
+        assistant_tokenizers=[same, other],
+        **given,
+    )
     output = shared("llama").generate(**ARGUMENTS, assistant_tokenizers=[same, same], **given)
     assert output.tolist() == shared("llama").generate(**ARGUMENTS).tolist()
 
@@ -214,7 +261,9 @@ def test_rope_that_depends_on_the_batch(family, field):
     rope = dict(rope_type=field, rope_theta=1e4, factor=2.0)
     if field == "longrope":
         rope |= dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64)
-    refused(ValueError, f"its {field} RoPE depends on the longest row", target=tiny(family, rope_parameters=rope), psd=True)
+    refused(
+        ValueError, f"its {field} RoPE depends on the longest row", target=tiny(family, rope_parameters=rope), psd=True
+    )
 
 
 def test_out_of_memory_for_the_cache_says_what_to_lower(monkeypatch):
@@ -227,7 +276,10 @@ def test_out_of_memory_for_the_cache_says_what_to_lower(monkeypatch):
     tiny_target = tiny("llama")
     tiny_target.generate(**ARGUMENTS, psd=True)
     monkeypatch.setattr(torch.Tensor, "new_zeros", no_memory)
-    with pytest.raises(torch.OutOfMemoryError, match=r"\d+\.\d\d GiB of KV cache, 4 rows.*Lower the batch, `max_new_tokens` or `gamma`"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"\d+\.\d\d GiB of KV cache, 4 rows.*Lower the batch, `max_new_tokens` or `gamma`",
+    ):
         tiny_target.generate(**ARGUMENTS, psd=True)
 
 

@@ -37,7 +37,9 @@ def test_same_puts_as_plain(inputs, eos, mode):
     plain, fast = Log(), Log()
     shared("llama").generate(**inputs, **arguments, streamer=plain)
     models = [shared("llama", noise=0.03)]
-    output = shared("llama").generate(**inputs, **arguments, assistant_models=models, psd=dict(mode=mode), streamer=fast)
+    output = shared("llama").generate(
+        **inputs, **arguments, assistant_models=models, psd=dict(mode=mode), streamer=fast
+    )
     assert [value.tolist() for value in fast.values] == [value.tolist() for value in plain.values]
     assert fast.values[0].shape == inputs["input_ids"].shape and {value.dim() for value in fast.values[1:]} == {1}
     assert torch.cat([fast.values[0], torch.stack(fast.values[1:], 1)], 1).tolist() == output.tolist()

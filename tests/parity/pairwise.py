@@ -38,7 +38,10 @@ def _complete(case: Case, factors, missing, draw) -> tuple[int, Case]:
     rest = [name for name in names if name not in case]
     draw.shuffle(rest)
     for name in rest:
-        gains = {value: sum(_pair(names, name, value, other, case[other]) in missing for other in case) for value in factors[name]}
+        gains = {
+            value: sum(_pair(names, name, value, other, case[other]) in missing for other in case)
+            for value in factors[name]
+        }
         most = max(gains.values())
         case[name] = draw.choice([value for value, gain in gains.items() if gain == most])
     return sum(pair in missing for pair in _pairs(case, names)), {name: case[name] for name in names}

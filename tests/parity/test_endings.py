@@ -1,4 +1,4 @@
-"""Where texts end: end tokens, lengths, stop strings and criteria, exactly as in plain `generate` on the same batch."""
+"""Where texts end: end tokens, lengths, stop strings, criteria, exactly as in plain `generate` on the same batch."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def test_drafter_with_bad_logits_is_retired(value, rows, mode):
         warned = ["LlamaForCausalLM#0 is retired for this call: it gave NaN"]
         output = quiet(target, [bad, *others], dict(mode=mode), warned, **P4(), **ARGUMENTS)
         assert output.tolist() == expected.tolist()
-        assert hf_psd.last_stats().errors == [message for message in hf_psd.last_stats().errors if warned[0] in message]
+        assert hf_psd.last_stats().errors == [
+            message for message in hf_psd.last_stats().errors if warned[0] in message
+        ]
         output = quiet(target, [bad, *others], dict(mode=mode), warned, **P4(), **SAMPLED)
         assert output.shape == (4, 35) and output.min() >= 0 and output.max() < 64
 
@@ -138,7 +140,9 @@ def test_processor_that_leaves_no_token_is_a_clear_error():
 
 STATEFUL = {
     "mamba": dict(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=64),
-    "mamba2": dict(hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1, vocab_size=64),
+    "mamba2": dict(
+        hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=1, vocab_size=64
+    ),
     "rwkv": dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, attention_hidden_size=32),
     "qwen3_next": dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

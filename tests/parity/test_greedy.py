@@ -111,7 +111,9 @@ def test_rounds_add_up_when_every_round_drafts():
     assert_plain(shared("llama"), models, dict(selector=selector, gamma=2), **P4(), **GREEDY, max_new_tokens=19)
     stats = hf_psd.last_stats()
     empty = sum(result.arm is None for result in selector.results)
-    assert sum(by.rounds for by in stats.by_drafter) == stats.rounds - empty and all(by.rounds for by in stats.by_drafter)
+    assert sum(by.rounds for by in stats.by_drafter) == stats.rounds - empty and all(
+        by.rounds for by in stats.by_drafter
+    )
 
 
 def test_models_are_only_read():
@@ -178,7 +180,9 @@ def test_sliding_window(window, attention, kind):
 
 
 @pytest.mark.parametrize("kind", "CNR")
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "olmo3", "exaone4", "qwen2", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "olmo3", "exaone4", "qwen2", "smollm3"]
+)
 def test_mixed_windows(family, kind):
     assert set(shared(family).config.layer_types) == {"sliding_attention", "full_attention"} and WINDOW < 40
     for mode in RAGGED:

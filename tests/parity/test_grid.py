@@ -1,4 +1,4 @@
-"""Greedy token-identity with plain `generate` over the whole grid: a pairwise cover always, the full product as `slow`."""
+"""Greedy token-identity with plain `generate` over a grid: a pairwise cover always, the full product as `slow`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ def test_custom_processor_sees_true_prefixes_only(eos, mode):
     output = assert_plain(shared("llama"), [near(), "prompt_lookup"], dict(mode=mode), **P4(), **arguments)
     recording.seen.clear()
     shared("llama").generate(**P4(), **arguments, assistant_models=[near()], psd=dict(mode=mode))
-    lengths = [20] * 4 if eos is None else [next(i for i, t in enumerate(row[7:], 1) if t in eos) for row in output.tolist()]
+    lengths = (
+        [20] * 4 if eos is None else [next(i for i, t in enumerate(row[7:], 1) if t in eos) for row in output.tolist()]
+    )
     texts = [row[: 7 + length] for row, length in zip(output.tolist(), lengths)]
     assert len(recording.seen) >= sum(lengths)
     for seen in recording.seen:
@@ -106,7 +108,10 @@ def test_scores_of_ended_rows_are_zero():
 
 
 def test_no_sampled_token_has_log_probability_zero():
-    target, arguments = shared("llama"), dict(do_sample=True, temperature=3.0, top_k=0, pad_token_id=0, eos_token_id=None)
+    target, arguments = (
+        shared("llama"),
+        dict(do_sample=True, temperature=3.0, top_k=0, pad_token_id=0, eos_token_id=None),
+    )
     fast = target.generate(**P4(), **arguments, **RETURNED, assistant_models=[near()], psd=dict(seed=3))
     scores = target.compute_transition_scores(fast.sequences, fast.scores, normalize_logits=True)
     assert scores.shape == (4, 20) and scores.isfinite().all() and (scores < 0).all()
@@ -122,13 +127,17 @@ def test_only_what_was_asked_for_is_returned(asked):
 @pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
 def test_hidden_states_and_attentions_are_refused(what):
     with pytest.raises(ValueError, match=what):
-        shared("llama").generate(**P4(), **GREEDY, max_new_tokens=5, return_dict_in_generate=True, psd=True, **{what: True})
+        shared("llama").generate(
+            **P4(), **GREEDY, max_new_tokens=5, return_dict_in_generate=True, psd=True, **{what: True}
+        )
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_a_returned_cache_is_refused(name):
     target = tiny("llama")
-    first = target.generate(torch.tensor([[5, 9, 17, 33, 21]]), **GREEDY, max_new_tokens=8, return_dict_in_generate=True)
+    first = target.generate(
+        torch.tensor([[5, 9, 17, 33, 21]]), **GREEDY, max_new_tokens=8, return_dict_in_generate=True
+    )
     cache = getattr(first, "cache", None) or first.past_key_values
     longer = torch.cat([first.sequences, torch.tensor([[44, 45]])], 1)
     with pytest.raises(ValueError, match=f"{name}.*whole text"):

@@ -22,7 +22,9 @@ def test_copy_as_drafter_saves_target_forwards(selector):
     target = shared("llama")
     expected = target.generate(**G40)
     with Recorder(target) as recorder:
-        output = target.generate(**G40, assistant_models=[tiny("llama")], psd=dict(mode="sd", gamma=4, selector=selector))
+        output = target.generate(
+            **G40, assistant_models=[tiny("llama")], psd=dict(mode="sd", gamma=4, selector=selector)
+        )
     assert output.tolist() == expected.tolist()
     decode = recorder.shapes[1:]  # the first reads the prompts
     assert len(decode) <= 12 and recorder.rows == [5] * len(recorder.rows)
@@ -34,7 +36,9 @@ def test_two_groups_take_turns():
 
     class Watch(hf_psd.StepHook):
         def before_verify(self, context):
-            groups.append(({request.group for request in context.requests}, {request.index for request in context.requests}))
+            groups.append(
+                ({request.group for request in context.requests}, {request.index for request in context.requests})
+            )
 
     with Recorder(target) as recorder:
         target.generate(**G40, assistant_models=[tiny("llama")], psd=dict(mode="psd", gamma=4), psd_hooks=[Watch()])
@@ -73,7 +77,18 @@ class Syncs(TorchDispatchMode):
     """Counts what would make the host wait for a device, while `active`."""
 
     OPS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2", "unique_dim")
-    METHODS = ("tolist", "numpy", "cpu", "item", "__iter__", "__bool__", "__int__", "__float__", "__index__", "__array__")
+    METHODS = (
+        "tolist",
+        "numpy",
+        "cpu",
+        "item",
+        "__iter__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+    )
 
     def __init__(self, monkeypatch):
         super().__init__()

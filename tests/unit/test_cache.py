@@ -36,7 +36,9 @@ def test_writes_and_reads(calls):
                     model[layer, slot, position] = keys[row, :, column], values[row, :, column]
                 for position in range(kv_length):
                     key, value = model.get((layer, slot, position), (torch.zeros(HEADS, DIM),) * 2)
-                    assert torch.equal(got_keys[row, :, position], key) and torch.equal(got_values[row, :, position], value)
+                    assert torch.equal(got_keys[row, :, position], key) and torch.equal(
+                        got_values[row, :, position], value
+                    )
     assert cache.get_mask_sizes(1, 0) == (kv_length, 0)
 
 
@@ -56,7 +58,10 @@ def test_cropping_is_an_error():
 
 
 @given(
-    st.lists(st.integers(-3, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 12), st.sampled_from([None, 1, 2, 4])
+    st.lists(st.integers(-3, 9), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.sampled_from([None, 1, 2, 4]),
 )
 def test_masks(starts, width, kv_length, window):
     from transformers import LlamaConfig, MistralConfig

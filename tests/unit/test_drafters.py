@@ -109,7 +109,9 @@ class Features(Oracle):
             text = view.tokens[row, int(view.padding[row]) : int(view.padding[row]) + end][None]
             direct = shared("llama")(text, output_hidden_states=True).hidden_states
             for ours, theirs in zip(states, direct):
-                torch.testing.assert_close(ours[row, : end - start], theirs[0, start - 1 : end - 1], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(
+                    ours[row, : end - start], theirs[0, start - 1 : end - 1], rtol=1e-3, atol=1e-4
+                )
             self.compared += end - start
 
 
@@ -185,10 +187,19 @@ def test_raising_in_any_method_retires_with_one_warning(method, mode):
     setattr(Raising, method, fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert decode([Raising(), noisy(shared("llama"), 0.03)], mode, selector=Fixed((0, 1))).tolist() == expected().tolist()
+        assert (
+            decode([Raising(), noisy(shared("llama"), 0.03)], mode, selector=Fixed((0, 1))).tolist()
+            == expected().tolist()
+        )
     told = [str(entry.message) for entry in caught if "psd" in str(entry.message)]
-    assert told == ["psd: drafter oracle is retired for this call: ZeroDivisionError: toy"] == hf_psd.last_stats().errors
-    assert method in ("end", "draft") or hf_psd.last_stats().by_drafter[0].drafted == 0 or method in ("ahead", "commit", "announce")
+    assert (
+        told == ["psd: drafter oracle is retired for this call: ZeroDivisionError: toy"] == hf_psd.last_stats().errors
+    )
+    assert (
+        method in ("end", "draft")
+        or hf_psd.last_stats().by_drafter[0].drafted == 0
+        or method in ("ahead", "commit", "announce")
+    )
     assert hf_psd.last_stats().by_drafter[1].drafted > 0
 
 
@@ -273,10 +284,16 @@ def test_a_drafter_object_serves_several_calls():
 def test_model_drafter_feeds_what_it_lacks_and_no_more():
     """After a pause it reads everything committed meanwhile; then two tokens, or one after a rejected draft."""
     drafter, shapes = tiny("llama"), []
-    drafter.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    drafter.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     keys = (0, 0, 0, 1, 1, 0, 0)
     assert decode([drafter, Oracle()], gamma=2, selector=Fixed(keys)).tolist() == expected().tolist()
     assert hf_psd.last_stats().acceptance == 1.0, "its KV misses nothing"
     prompts, first, usual = [(2, 6), (4, 3)], [(4, 1)], [(4, 2), (4, 1)]
-    pause = [(4, 8), (4, 1), (4, 1)]  # three rounds of three tokens since it was asked last: 8 fed ahead, then the last
+    pause = [
+        (4, 8),
+        (4, 1),
+        (4, 1),
+    ]  # three rounds of three tokens since it was asked last: 8 fed ahead, then the last
     assert shapes == prompts + first + usual + usual + pause + usual

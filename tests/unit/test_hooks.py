@@ -68,7 +68,9 @@ def test_what_contexts_hold():
     for context in contexts["on_commit"]:
         count = len(context.requests)
         assert count == len(context.emitted) == len(context.drafted) == len(context.accepted) == len(context.source)
-        for request, emitted, drafted, accepted in zip(context.requests, context.emitted, context.drafted, context.accepted):
+        for request, emitted, drafted, accepted in zip(
+            context.requests, context.emitted, context.drafted, context.accepted
+        ):
             texts[request.index] += emitted
             assert 0 <= accepted <= drafted <= 4 and len(emitted) <= accepted + 1
     output = shared("llama").generate(**ARGUMENTS)
@@ -89,7 +91,9 @@ class Decider(hf_psd.StepHook):
 @pytest.mark.parametrize("mode", ["sd", "psd"])
 def test_a_hook_may_decide_who_drafts(mode):
     models, log = [shared("llama"), shared("llama", 11)], Log()
-    output = shared("llama").generate(**ARGUMENTS, assistant_models=models, psd=dict(mode=mode), psd_hooks=[Decider(), log])
+    output = shared("llama").generate(
+        **ARGUMENTS, assistant_models=models, psd=dict(mode=mode), psd_hooks=[Decider(), log]
+    )
     assert output.tolist() == shared("llama").generate(**ARGUMENTS).tolist()
     for name, context in log.events:
         if name == "on_commit":

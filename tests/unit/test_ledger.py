@@ -49,10 +49,14 @@ def plain_loop(texts, prompts, criteria, has_eos):
 
 
 @given(
-    st.integers(1, 4), st.lists(st.integers(1, 9), min_size=10, max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=30),
-    st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=3), st.none() | st.integers(4, 40), st.none() | st.integers(1, 12),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 9), min_size=10, max_size=40),
+    st.lists(st.integers(1, 4), min_size=1, max_size=30),
+    st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.none() | st.integers(4, 40),
+    st.none() | st.integers(1, 12),
     st.integers(1, 10),
-)  # fmt: skip
+)
 def test_any_blocks_give_what_the_plain_loop_gives(batch, pool, blocks, eos, total, together, new_tokens):
     texts = [[pool[(row * 7 + i) % len(pool)] for i in range(new_tokens)] for row in range(batch)]
     prompts = torch.full((batch, WIDTH), 5)

@@ -22,7 +22,9 @@ def run_step(manager):
     return step
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["step", "step", "step", "finish", "add"]), st.integers(0, 99)), max_size=60)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["step", "step", "step", "finish", "add"]), st.integers(0, 99)), max_size=60
+)
 
 
 @given(start=st.integers(1, 9), events=EVENTS)

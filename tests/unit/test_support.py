@@ -32,9 +32,35 @@ def test_family(family):
     assert len(support._checked) == 1, "one test per class and configuration"
 
 
-REAL = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "gemma3", "gpt2",
-        "gpt_neox", "gptj", "phi3", "cohere", "olmo2", "stablelm", "starcoder2", "gpt_oss", "smollm3", "granite", "falcon",
-        "opt", "deepseek_v3", "glm4", "codegen", "minicpm3"]  # fmt: skip
+REAL = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "phi3",
+    "cohere",
+    "olmo2",
+    "stablelm",
+    "starcoder2",
+    "gpt_oss",
+    "smollm3",
+    "granite",
+    "falcon",
+    "opt",
+    "deepseek_v3",
+    "glm4",
+    "codegen",
+    "minicpm3",
+]
 
 
 @pytest.mark.parametrize("family", [family for family in REAL if family in CONFIG_MAPPING])
@@ -91,7 +117,10 @@ def test_bool_mask_under_eager_is_caught(family, monkeypatch):
 def test_missing_position_ids_are_caught(family, monkeypatch):
     def dropping(self, *args, forward=ModelRunner.forward, **kwargs):
         handle = self.model.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {name: value for name, value in kwargs.items() if name != "position_ids"}),
+            lambda module, args, kwargs: (
+                args,
+                {name: value for name, value in kwargs.items() if name != "position_ids"},
+            ),
             with_kwargs=True,
         )
         try:
@@ -138,7 +167,9 @@ def test_refusals_name_the_reason(family):
     with pytest.raises(ValueError, match=REFUSED[family]) as raised:
         check_supported(model, "assistant_models[3]")
     message = str(raised.value)
-    assert message.startswith(f"psd: assistant_models[3] {type(model).__name__} (model type '{family}') is not supported: ")
+    assert message.startswith(
+        f"psd: assistant_models[3] {type(model).__name__} (model type '{family}') is not supported: "
+    )
     assert message.endswith("Use plain `generate` for it.") and message.count("plain `generate`") == 1
 
 
@@ -173,7 +204,9 @@ def test_half_precision_and_quantized_configs_are_tested_in_fp32():
 def test_half_precision_targets_run(family, dtype):
     """Not token-identical by rule, but it must run, and a copy must be accepted nearly always."""
     target = tiny(family).to(dtype)
-    output = target.generate(**prompts(3), **GREEDY, max_new_tokens=8, assistant_models=[copy.deepcopy(target)], psd=True)
+    output = target.generate(
+        **prompts(3), **GREEDY, max_new_tokens=8, assistant_models=[copy.deepcopy(target)], psd=True
+    )
     assert output.shape[1] == prompts(3)["input_ids"].shape[1] + 8
 
 
@@ -187,4 +220,7 @@ def test_other_attentions_are_switched_for_the_call(implementation):
     target.config._attn_implementation = implementation
     output = target.generate(**P4(), **GREEDY, max_new_tokens=8, assistant_models=drafters("noisy", "llama"), psd=True)
     assert target.config._attn_implementation == implementation
-    assert output.tolist() == assert_plain(shared("llama"), [shared("llama")], **P4(), **GREEDY, max_new_tokens=8).tolist()
+    assert (
+        output.tolist()
+        == assert_plain(shared("llama"), [shared("llama")], **P4(), **GREEDY, max_new_tokens=8).tolist()
+    )

@@ -96,19 +96,17 @@ def verify_decide_kernel(
     s = tl.arange(0, SPLITS)
     count = length - 1
     ids = tl.load(ids_ptr + row * ids_r + t * ids_t, mask=t < count, other=-1)
-    before = tl.load(ids_ptr + row * ids_r + (t - 1) * ids_t, mask=(t > 0) & (t < length), other=0)
     cells = (row * width + t[:, None]) * SPLITS + s[None, :]
+    # Places after a missing draft were not scanned and hold anything; a row stops before it would use them.
     written = (t < length)[:, None] & (s < splits)[None, :]
-    # Places after a missing draft were not scanned; they are loaded all the same, so as not to wait for the ids.
-    filled = written & (before >= 0)[:, None]
-    parts = tl.where(filled, tl.load(part_ptr + cells, mask=written, other=LOWEST), LOWEST)
+    parts = tl.load(part_ptr + cells, mask=written, other=LOWEST)
     temperature = tl.full((), 0.0, tl.float32)
     if LAW == REJECTION:
         temperature = tl.load(temperature_ptr + row)
 
     if temperature <= 0:
         if split == 0:
-            which = tl.load(which_ptr + cells, mask=filled, other=NO_ID)
+            which = tl.load(which_ptr + cells, mask=written, other=NO_ID)
             top = tl.max(parts, 1)
             picks = tl.min(tl.where(parts == top[:, None], which, NO_ID), 1)
             fine = (top > LOWEST) & (top < HIGHEST)
