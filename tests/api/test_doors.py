@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -84,7 +85,10 @@ SCRIPT = """
 
 
 def test_plain_generate_is_bitwise_unchanged_and_older_instances_speculate():
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True)
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
