@@ -27,7 +27,7 @@ from .hooks import StepHook, StepHookList
 from .learning import make_selector
 from .ledger import Ledger, StopRules
 from .outputs import shape_output
-from .runner import inference_state, input_device
+from .runner import inference_state, input_device, one_call_at_a_time
 from .selection import SelectionHook
 from .stats import PSDStats, StatsHook
 from .streaming import StreamHook, ending_streamer
@@ -84,7 +84,12 @@ def generate(
     refuse_arguments(target, kwargs)
     drafters = resolve_drafters(target, assistant_models, kwargs)
     hooks = list(StepHookList(psd_hooks))
-    with take_stop_strings(target, kwargs), ending_streamer(kwargs.get("streamer")) as streamer:
+    models = [target, *(drafter.model for drafter in drafters if isinstance(drafter, ModelDrafter))]
+    with (
+        one_call_at_a_time(models),
+        take_stop_strings(target, kwargs),
+        ending_streamer(kwargs.get("streamer")) as streamer,
+    ):
         kwargs["streamer"] = streamer
         ask = Ask(drafters, _resolve_mode(config, target, drafters), hooks, streamer)
         decode = functools.partial(_decode, psd_ask=ask)
@@ -116,6 +121,7 @@ def _decode(
     request_ids = _request_ids(config, prompts.shape[0])
     pad = generation_config._pad_token_tensor
     rules = StopRules.sort(stopping_criteria)
+    rules.max_columns = max(rules.max_columns, prompts.shape[1] + 1)  # plain `generate` emits a token before it asks
     ledger = Ledger(
         prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=psd_ask.streamer is not None
     )
@@ -135,13 +141,14 @@ def _decode(
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
     )
     _last_stats = call.stats
+    selector = make_selector(config, seed, len(psd_ask.drafters))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
     fusing = models_to_fuse(models, config.fused_ops)
     call.fused = bool(fusing)
     attention = {each: choose_attention(each, config.attention) for each in models}
     with torch.no_grad(), inference_state(attention), fused(fusing):
         engine = Engine(call, hooks := StepHookList())
-        hooks.append(SelectionHook(make_selector(config, seed), lambda: engine.roster.arms))
+        hooks.append(SelectionHook(selector, lambda: engine.roster.arms))
         hooks.append(StatsHook(call.stats))
         if psd_ask.streamer is not None:
             hooks.append(StreamHook(psd_ask.streamer, ledger))
@@ -161,7 +168,7 @@ def _seed(config: PSDConfig, do_sample: bool) -> int:
     """One draw from torch's default generator per sampling call, none when greedy, unless the seed is given."""
     if config.seed is not None:
         return config.seed
-    return int(torch.randint(2**62, (1,))) if do_sample else 0
+    return int(torch.randint(2**62, (1,), device="cpu")) if do_sample else 0
 
 
 def _request_ids(config: PSDConfig, batch: int) -> list[int]:

@@ -69,6 +69,8 @@ def resolve_drafters(target: PreTrainedModel, entries: Sequence[Any] | None, kwa
 
 def _resolve_drafter(entry: Any, number: int) -> Drafter:
     name = f"assistant_models[{number}]"
+    if isinstance(entry, ModelDrafter) and entry.model is None:
+        raise ValueError(f"{name}: the drafter's model is gone; keep a reference to it, or pass the model itself.")
     if isinstance(entry, Drafter):
         return entry
     if isinstance(entry, str):
@@ -190,11 +192,11 @@ def take_stop_strings(target: PreTrainedModel, kwargs: dict[str, Any]) -> Iterat
         stop_strings = given.stop_strings if stop_strings is None else stop_strings
         kwargs["generation_config"] = given = copy.deepcopy(given)
         given.stop_strings = None
-    default = target.generation_config
+    default, stripped = target.generation_config, None
     if default is not None and default.stop_strings is not None:
         stop_strings = default.stop_strings if stop_strings is None else stop_strings
-        target.generation_config = copy.deepcopy(default)
-        target.generation_config.stop_strings = None
+        target.generation_config = stripped = copy.deepcopy(default)
+        stripped.stop_strings = None
     try:
         if stop_strings is not None:
             if tokenizer is None:
@@ -203,4 +205,5 @@ def take_stop_strings(target: PreTrainedModel, kwargs: dict[str, Any]) -> Iterat
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
         yield
     finally:
-        target.generation_config = default
+        if stripped is not None and target.generation_config is stripped:
+            target.generation_config = default

@@ -74,6 +74,7 @@ class Engine:
         self.batch = batch
         self.graphing = self._may_graph()
         self.space = obtain(call.model, batch, rules.max_columns, self.gamma, call.ledger.pad_id, self.graphing)
+        self.graphing = self.space.graphs
         self.runner, self.state, self.lane = self.space.runner, self.space.state, self.space.lane
         device = self.runner.device
         eos = torch.tensor(rules.eos_ids, dtype=torch.long, device=device) if rules.eos_ids else None
@@ -89,10 +90,12 @@ class Engine:
         self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused)
         self.verifier = Verifier(self.runner, self.state, call.sampler, self.roster, eos)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
+        call.ledger.kept = self.kept if call.keep_scores else None
         self.step = -1
 
     def run(self) -> None:
         """Decodes until every row has ended; the texts are in the call's ledger."""
+        self.space.busy = True
         try:
             self.lane.begin()
             self.roster.lane.begin()
@@ -101,6 +104,7 @@ class Engine:
                 pass
             self.stats.emitted = sum(map(len, self.call.ledger.rows))
         finally:
+            self.space.busy = False
             self.lane.finish()
             self.roster.finish()
             self.hooks.end(self._context([]))

@@ -95,11 +95,11 @@ class StepHookList(list[StepHook]):
 
     def end(self, context: StepContext) -> None:
         """Calls `on_end` of every hook, also after one has raised; the first error is raised at the end."""
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         for hook in self:
             try:
                 hook.on_end(context)
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too, must not keep the other hooks from their end
                 errors.append(error)
         if errors:
             raise errors[0]

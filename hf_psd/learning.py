@@ -20,25 +20,25 @@ class BanditSelector:
 
     Args:
         spec: name, instance or class, see `hf_psd.bandit.resolve`.
+        n_drafters: drafters of the call, each an arm.
         seed: of the bandit's own random numbers.
         per_request: let every request have a bandit context, and so a drafter, of its own.
         context: the user's tag; rounds with different tags share nothing.
     """
 
-    def __init__(self, spec: Any, seed: int | None, per_request: bool = False, context: str | None = None):
-        self.spec, self.seed, self.per_request, self.context = spec, seed, per_request, context
-        self.bandit: bandit.BaseSelector[Any] | None = None
-        self._keys: list[int] = []
+    def __init__(
+        self, spec: Any, n_drafters: int, seed: int | None, per_request: bool = False, context: str | None = None
+    ):
+        self.per_request, self.context = per_request, context
+        self.bandit = bandit.resolve(spec, n_drafters, seed)
+        self._retired: list[int] = []
         self._flying: dict[int, deque[int]] = defaultdict(deque)
 
     def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
-        if self.bandit is None:
-            self._keys = [arm.key for arm in arms]
-            self.bandit = bandit.resolve(self.spec, len(arms), self.seed)
         alive = {arm.key for arm in arms}
-        for number, key in enumerate(self._keys):
-            if key not in alive and number in self.bandit.active_arms:
-                self.bandit.retire(number)
+        for number in [arm for arm in self.bandit.active_arms if arm not in alive]:
+            self.bandit.retire(number)
+            self._retired.append(number)
         if not self.bandit.active_arms:
             return []
         contexts = dict.fromkeys(map(self._context_of, requests))
@@ -47,12 +47,10 @@ class BanditSelector:
         for row, request in enumerate(requests):
             arm = chosen[self._context_of(request)]
             self._flying[request.index].append(arm)
-            budgets.setdefault(self._keys[arm], [0] * len(requests))[row] = gamma
+            budgets.setdefault(arm, [0] * len(requests))[row] = gamma
         return list(budgets.items())
 
     def feedback(self, results: Sequence[Feedback]) -> None:
-        if self.bandit is None:
-            return
         accepted: Counter[tuple[int, Hashable]] = Counter()
         judged: Counter[tuple[int, Hashable]] = Counter()
         for result in results:
@@ -65,17 +63,23 @@ class BanditSelector:
             arm, context = pull
             self.bandit.update(arm, accepted[pull] / weight, weight, context)
 
+    def end(self) -> None:
+        """The call is over: drafters that failed in it may serve the next one."""
+        for number in self._retired:
+            self.bandit.revive(number)
+        self._retired.clear()
+
     def _context_of(self, request: Request) -> Hashable:
         if not self.per_request:
             return self.context
         return (self.context or "", request.index)
 
 
-def make_selector(config: PSDConfig, seed: int | None) -> Selector:
+def make_selector(config: PSDConfig, seed: int | None, n_drafters: int) -> Selector:
     """The object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
     spec = config.selector
     if spec == "composite":
         return CompositeSelector()
     if not isinstance(spec, (str, type)) and hasattr(spec, "plan") and hasattr(spec, "feedback"):
         return spec
-    return BanditSelector(spec, seed, config.per_request, config.context)
+    return BanditSelector(spec, n_drafters, seed, config.per_request, config.context)

@@ -45,6 +45,22 @@ class StopRules:
         return rules
 
 
+Kept = list[list[tuple[torch.Tensor, torch.Tensor]]]
+"""Per row and new token: processed scores and raw logits, each [V]."""
+
+
+def score_columns(kept: Kept, which: int, rows: list[list[int]], columns: int) -> tuple[torch.Tensor, ...]:
+    """The first `columns` columns of kept scores (`which` 0) or logits (1), each [B, V] fp32; zeros in ended rows."""
+    template = next(row[0][which] for row in kept if row)
+    zeros = torch.zeros(template.shape, device=template.device)
+    return tuple(
+        torch.stack(
+            [kept[row][column][which].float() if column < len(text) else zeros for row, text in enumerate(rows)]
+        )
+        for column in range(columns)
+    )
+
+
 class Ledger:
     """New tokens of each row as the host learns of them, cut exactly where plain `generate` would stop.
 
@@ -64,6 +80,7 @@ class Ledger:
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.ended = [False] * batch
         self.new_columns: list[list[int]] = []
+        self.kept: Kept | None = None
         self._prompts, self._device = prompts, device
         self._satisfied = [False] * batch
         self._clock = 0
@@ -96,8 +113,9 @@ class Ledger:
 
     def sequences(self) -> torch.Tensor:
         """[B, P + width] int64 on the CPU: prompts, texts, padding after the end."""
-        text = [row + [self.pad_id] * (self.width - len(row)) for row in self.rows]
-        new = torch.tensor(text, dtype=torch.long).reshape(len(self.rows), self.width)
+        width = self.width
+        text = [row + [self.pad_id] * (width - len(row)) for row in self.rows]
+        new = torch.tensor(text, dtype=torch.long, device="cpu").reshape(len(self.rows), width)
         return torch.cat([self._prompts, new], dim=1)
 
     def _column_is_known(self) -> bool:
@@ -106,14 +124,15 @@ class Ledger:
         return all(ended or len(row) > self._clock for row, ended in zip(self.rows, self.ended))
 
     def _row_stops(self, row: int) -> bool:
-        ids = torch.cat([self._prompts[row], torch.tensor(self.rows[row])])[None].to(self._device)
+        ids = torch.cat([self._prompts[row], torch.tensor(self.rows[row], device="cpu")])[None].to(self._device)
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.rules.by_row)
 
     def _judge_column(self) -> None:
         new = [(row + [self.pad_id] * self._clock)[: self._clock] for row in self.rows]
-        ids = torch.cat([self._prompts, torch.tensor(new)], dim=1).to(self._device)
+        ids = torch.cat([self._prompts, torch.tensor(new, device="cpu")], dim=1).to(self._device)
+        scores = None if self.kept is None else score_columns(self.kept, 0, self.rows, self._clock)
         for criterion in self.rules.by_column:
-            verdict = torch.as_tensor(criterion(ids, None)).expand(len(self.rows)).tolist()
+            verdict = torch.as_tensor(criterion(ids, scores)).reshape(-1).expand(len(self.rows)).tolist()
             self._satisfied = [old or new for old, new in zip(self._satisfied, verdict)]
         if self.rules.freezes:
             ending = [row for row, satisfied in enumerate(self._satisfied) if satisfied]

@@ -8,11 +8,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .ledger import Ledger
+from .ledger import Kept, Ledger, score_columns
 from .stats import PSDStats
-
-Kept = list[list[tuple[torch.Tensor, torch.Tensor]]]
-"""Per row and new token: processed scores and raw logits, each [V] fp32."""
 
 
 def shape_output(
@@ -26,21 +23,10 @@ def shape_output(
     sequences = ledger.sequences().to(device)
     if not generation_config.return_dict_in_generate:
         return sequences
-    scores = _columns(kept, 0, ledger) if generation_config.output_scores else None
-    logits = _columns(kept, 1, ledger) if generation_config.output_logits else None
+    scores = score_columns(kept, 0, ledger.rows, ledger.width) if generation_config.output_scores else None
+    logits = score_columns(kept, 1, ledger.rows, ledger.width) if generation_config.output_logits else None
     # transformers annotates these fields more narrowly than it fills them itself.
     fields: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits}
     output = GenerateDecoderOnlyOutput(**fields)
     output.psd = stats
     return output
-
-
-def _columns(kept: Kept, which: int, ledger: Ledger) -> tuple[torch.Tensor, ...]:
-    template = next(row[0][which] for row in kept if row)
-    zeros = torch.zeros(template.shape, device=template.device)
-    return tuple(
-        torch.stack(
-            [kept[row][column][which].float() if column < len(text) else zeros for row, text in enumerate(ledger.rows)]
-        )
-        for column in range(ledger.width)
-    )

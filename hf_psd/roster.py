@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -148,15 +148,15 @@ class Roster:
                 proposals = [(key, self.drafters[key].propose(view, budget, shape)) for key, budget, shape in turns]
                 return _store(state, rows, proposals, session.vocab_size)
 
-            shapes = tuple((key, shape.width, shape.depth) for key, _, shape in turns)
+            shapes = tuple((self.drafters[key].signature, shape.width, shape.depth) for key, _, shape in turns)
             ids = graphs.run((session.law, len(rows), shapes), rows, turn)
         self.lane.mark()
         return ids[: len(slots)]
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the drafters that can still be chosen: what a captured verification tells."""
-        return tuple(drafter.name for drafter in self.alive.values())
+    def keys(self) -> tuple[Hashable, ...]:
+        """Signatures of the drafters that can still be chosen: what a captured verification tells."""
+        return tuple(drafter.signature for drafter in self.alive.values())
 
     def _propose(self, drafter: Drafter, task: Task) -> Proposal:
         """Lets a drafter work on its own lane and brings what it drafted to the target's device."""

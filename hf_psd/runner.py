@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Rows:
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """A small int64 tensor on `device`, without making the host wait for the device."""
-    tensor = torch.tensor(numbers, dtype=torch.long)
+    tensor = torch.tensor(numbers, dtype=torch.long, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -165,6 +166,18 @@ def output_vocab_size(model: PreTrainedModel) -> int:
 
 def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
     return model.dtype if model.dtype.is_floating_point else torch.float32
+
+
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def one_call_at_a_time(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    """Lets other threads' calls on any of `models` wait: a call changes flags of theirs and restores them after."""
+    with ExitStack() as held:
+        for model in sorted(set(models), key=id):  # one order for all, so that no two threads wait for each other
+            held.enter_context(_locks.setdefault(model, threading.RLock()))
+        yield
 
 
 @contextmanager

@@ -149,3 +149,8 @@ class SelectionHook(StepHook):
     def on_commit(self, context: StepContext) -> None:
         rows = zip(context.requests, context.source, context.drafted, context.accepted)
         self.selector.feedback([Feedback(*row) for row in rows])
+
+    def on_end(self, context: StepContext) -> None:
+        end = getattr(self.selector, "end", None)
+        if end is not None:
+            end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -35,32 +36,45 @@ class Workspace:
         self.lane, self.draft_lane = Lane(device), Lane(device)
         self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.scratch: dict[Any, Any] = {}
+        self.busy = False
+        self.fingerprint = fingerprint(model)
         self.verify_graphs = StepGraphs(self.lane, limits.slots - 1) if graphs else None
         self.draft_graphs = StepGraphs(self.draft_lane, limits.slots - 1) if graphs else None
-        self._drafter_runners: dict[int, tuple[weakref.ref[PreTrainedModel], ModelRunner]] = {}
+        self._drafter_runners: dict[int, tuple[weakref.ref[PreTrainedModel], ModelRunner, Hashable]] = {}
 
     def runner_for(self, model: PreTrainedModel, key: int) -> ModelRunner:
         """The runner of drafter number `key`, kept while that number means the same model."""
         known = self._drafter_runners.get(key)
-        if known is not None and known[0]() is model:
+        mark = fingerprint(model)
+        if known is not None and known[0]() is model and known[2] == mark:
             return known[1]
         if known is not None and self.draft_graphs is not None:
             self.draft_graphs = StepGraphs(self.draft_lane, self.limits.slots - 1)
         runner = ModelRunner(model, self.limits.slots, self.limits.capacity)
-        self._drafter_runners[key] = (weakref.ref(model), runner)
+        self._drafter_runners[key] = (weakref.ref(model), runner, mark)
         return runner
 
-    def serves(self, batch: int, columns: int, gamma: int) -> bool:
+    def serves(self, model: PreTrainedModel, batch: int, columns: int, gamma: int) -> bool:
+        """Whether a call of this size on this model, as its weights are now, can use these buffers and graphs."""
         limits = self.limits
-        return limits.slots - 1 >= batch and limits.columns >= columns and limits.gamma == gamma
+        fits = limits.slots - 1 >= batch and limits.columns >= columns and limits.gamma == gamma
+        return fits and self.fingerprint == fingerprint(model)
+
+
+def fingerprint(model: PreTrainedModel) -> Hashable:
+    """Where the model's weights lie and which adapters are active: what captured graphs have built in."""
+    weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
+    layers = [module for module in model.modules() if hasattr(module, "active_adapters")]
+    adapters = tuple(str((layer.active_adapters, getattr(layer, "disable_adapters", None))) for layer in layers)
+    return hash((weights, adapters))
 
 
 def obtain(model: PreTrainedModel, batch: int, columns: int, gamma: int, pad_id: int, graphs: bool) -> Workspace:
     """A workspace for `batch` rows of at most `columns` ids; with graphs it is kept while the target lives."""
-    if not graphs:
-        return Workspace(model, Limits(batch, columns, gamma), pad_id, graphs=False)
     known = _kept.get(model)
-    if known is None or not known.serves(batch, columns, gamma):
+    if not graphs or (known is not None and known.busy):  # a call inside a call must not touch the outer one's state
+        return Workspace(model, Limits(batch, columns, gamma), pad_id, graphs=False)
+    if known is None or not known.serves(model, batch, columns, gamma):
         _kept.pop(model, None)
         known = None
         limits = Limits(bucket(batch) + 1, -(-columns // _COLUMN_GRANULE) * _COLUMN_GRANULE, gamma)

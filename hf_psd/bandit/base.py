@@ -205,6 +205,12 @@ class BaseSelector(Generic[TableT]):
         if arm in self._active:
             self._active.remove(arm)
 
+    def revive(self, arm: int) -> None:
+        """Undo `retire`: the arm may be selected again, with what was learned of it."""
+        arm = check_arm(arm, self.n_arms)
+        if arm not in self._active:
+            self._active = sorted([*self._active, arm])
+
     def reset(self) -> None:
         """Back to the state after construction, the seed included."""
         self.n_arms = self._first_arms

@@ -142,6 +142,11 @@ class Drafter:
     capturable = False
     forwards = 0
 
+    @property
+    def signature(self) -> Hashable:
+        """What its captured work depends on, beside the session."""
+        return self.name
+
     def start(self, session: Session) -> None:
         """A call begins."""
 

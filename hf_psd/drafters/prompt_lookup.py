@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -33,10 +33,14 @@ class PromptLookup(Drafter):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._found: torch.Tensor | None = None
 
+    @property
+    def signature(self) -> Hashable:
+        return self.name, self.max_ngram, self.min_ngram
+
     def start(self, session: Session) -> None:
         limits = session.limits
         self._gamma = limits.gamma
-        key, shape = (self.name, self.max_ngram, self.min_ngram), (limits.slots, limits.gamma)
+        key, shape = self.signature, (limits.slots, limits.gamma)
         if key not in session.space.scratch:
             session.space.scratch[key] = torch.full(shape, -1, dtype=torch.long, device=session.device)
         self._found = session.space.scratch[key]
@@ -84,7 +88,7 @@ def continuation(view: View, count: int, max_ngram: int, min_ngram: int) -> torc
     # `matched[r, c]`: how many tokens before column c agree with the row's suffix, walking backwards from both.
     matched = torch.zeros_like(tokens)
     alive = (column < end) & (column > view.padding[:, None])
-    for back in range(1, max_ngram + 1):
+    for back in range(1, min(max_ngram, width - 1) + 1):
         suffix = tokens.gather(1, (end - back).clamp(min=0))
         earlier = tokens[:, : width - back] == suffix
         inside = column[back:] - back >= view.padding[:, None]

@@ -8,6 +8,7 @@ import torch
 from psd_kernels import COUPLED, DRAFT, bad_rows, sample
 from psd_kernels import accepted as accepted_once
 from psd_kernels import verify as verify_drafts
+from transformers import InfNanRemoveLogitsProcessor
 
 from ..state import View
 from .processors import ProcessorPipeline
@@ -117,7 +118,8 @@ class Sampler:
         verdict = verify_drafts(
             scores, draft_ids, draft_logits=draft_scores, point_mass=point_mass, position=view.length, **law
         )
-        bad = verdict.bad if scores is logits else verdict.bad | bad_rows(logits[:, 0])
+        repaired = any(type(each) is InfNanRemoveLogitsProcessor for each in self.pipeline.processors)
+        bad = verdict.bad if scores is logits or repaired else verdict.bad | bad_rows(logits[:, 0])
         return Judgement(verdict.ids, verdict.n_emitted, bad, scores, logits)
 
     def _one_by_one(self, logits, draft_ids, view, draft_scores, point_mass, law) -> torch.Tensor:
@@ -128,7 +130,13 @@ class Sampler:
         for i in range(logits.shape[1]):
             for row in alive:
                 prefix = view.tokens[row : row + 1, : ends[row] + i]
-                scores[row, i] = self.pipeline.one(scores[row : row + 1, i], prefix, view.rows.numbers[row])[0]
+                new = self.pipeline.one(scores[row : row + 1, i], prefix, view.rows.numbers[row])
+                if new.shape != (1, scores.shape[-1]):
+                    raise ValueError(
+                        "psd: logits processors are called for one row at a time and must return scores of shape "
+                        f"[1, {scores.shape[-1]}], got {list(new.shape)}."
+                    )
+                scores[row, i] = new[0]
             if i == draft_ids.shape[1]:
                 break
             q = None if draft_scores is None else draft_scores[:, i]
