@@ -44,15 +44,15 @@ class PSDConfig:
             model drafter, several models in turn), the name of a bandit (`hf_psd.bandit.names()`), a bandit instance,
             which keeps what it has learnt, a class or object with `select` and `update`, or one with `plan` and
             `feedback` (`hf_psd.selection.Selector`).
-        reward: What a learning selector maximises.
+        reward: What a learning selector maximises; only `"acceptance"` is served yet.
         per_request: Bandits learn and choose per request instead of per group.
         context: A tag; bandits keep statistics per tag.
         seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
         request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row
             number.
-        max_batch_size: Seats of the continuous batching queue.
-        block_size: Tokens per KV block.
-        kv_memory: Bytes for KV blocks.
+        max_batch_size: Seats of the continuous batching queue (not served yet).
+        block_size: Tokens per KV block (not served yet).
+        kv_memory: Bytes for KV blocks (not served yet).
         attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads
             lengths on the device; `"auto"` the latter on CUDA where it fits the model.
         cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one
@@ -60,13 +60,13 @@ class PSDConfig:
             (`hf_psd.release`).
         fused_ops: Use liger-kernel's fused RMSNorm, rotary embedding and SwiGLU during the call, on CUDA, for the
             families they fit; `"auto"` where that package is installed.
-        compile: Use `torch.compile` on the step.
+        compile: Use `torch.compile` on the step (not served yet).
 
     Raises:
         ValueError: a value outside the allowed ones, or one that this version does not serve yet.
     """
 
-    gamma: int | str = 4
+    gamma: int = 4
     mode: str = "auto"
     verification: str = "rejection"
     selector: Any = "composite"
