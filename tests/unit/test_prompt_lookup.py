@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from zoo import GREEDY, assert_plain, left_padded, shared
 
@@ -38,6 +38,7 @@ def search(text, count, max_ngram, min_ngram):
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=16), min_size=1, max_size=5),
     st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 7),
 )  # fmt: skip
+@example([[1, 3, 1, 1], [2] * 8], 2, 2, 2, 0)  # the padding would complete a match
 def test_longest_then_latest_match(rows, count, a, b, beyond):
     min_ngram, max_ngram = sorted((a, b))
     found = continuation(view_of(rows, beyond), count, max_ngram, min_ngram)
