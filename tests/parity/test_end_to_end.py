@@ -127,7 +127,7 @@ def test_return_sequences_are_rows_of_their_own(mode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "mixtral", "gpt_oss"])
 def test_half_precision_differs_from_plain_at_near_ties_only(family, dtype):
-    """Where the texts part, the two tokens' logits after the common text differ by less than rounding does."""
+    """Where the texts part, the two tokens' logits after the common text are within four roundings of each other."""
     target = tiny(family).to(dtype)
     arguments = prompts(5, seed=1) | GREEDY | dict(max_new_tokens=20)
     plain = target.generate(**arguments)
@@ -137,4 +137,4 @@ def test_half_precision_differs_from_plain_at_near_ties_only(family, dtype):
         parting = (a != b).long().argmax().item()
         if a[parting] != b[parting]:
             logits = target(a[None, blank:parting]).logits[0, -1].float()
-            assert (logits[a[parting]] - logits[b[parting]]).abs() < 0.02 * logits.std()
+            assert (logits[a[parting]] - logits[b[parting]]).abs() <= 4 * torch.finfo(dtype).eps * logits.abs().max()
