@@ -27,10 +27,9 @@ class BaseSelector(Generic[TableT]):
     Args:
         n_arms: number of arms, at least 1; arms are called 0 .. n_arms - 1 and keep their number for good.
         seed: makes all choices reproducible; None draws one from the operating system.
-        reward: "acceptance": rewards lie in [0, 1] and weights are numbers of trials (drafted tokens), each trial
-            counting as evidence. "goodput": rewards are any finite numbers >= 0 (tokens per second), divided by
-            `headroom` times the context's current best; weights are seconds, and each pull counts as evidence, the
-            more the less rewards vary (`Table.evidence`).
+        reward: "acceptance": rewards lie in [0, 1] and weights are numbers of trials (drafted tokens). "goodput":
+            rewards are any finite numbers >= 0 (tokens per second), divided by `headroom` times the context's current
+            best, and weights are seconds. `Table.evidence` says what a round counts as evidence.
         min_dwell: an arm is kept for at least this many selections in a row.
         hysteresis: an arm other than the current one is scored this much lower, on the [0, 1] scale.
         switch_cost: what changing to an arm costs, in rewards of one round on the [0, 1] scale, for all arms or per
@@ -276,9 +275,9 @@ class BaseSelector(Generic[TableT]):
         return None
 
     def _open_table(self, n_arms: int) -> TableT:
-        ledger = Tally(n_arms, self.reward == "acceptance")
-        unit = 1.0 if self.reward == "acceptance" else 0.0
-        return cast(TableT, self.table_kind(n_arms, self._new_tally(n_arms) or ledger, ledger, unit))
+        ledger = Tally(n_arms)
+        tally = self._new_tally(n_arms) or ledger
+        return cast(TableT, self.table_kind(n_arms, tally, ledger, self.reward == "acceptance"))
 
     def _table(self, context: Hashable) -> TableT:
         try:

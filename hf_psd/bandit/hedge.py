@@ -20,8 +20,8 @@ class LossTable(Table):
     """A table with discounted cumulative losses, the effective number of rounds behind them, and the selection
     probabilities of the pulls in flight."""
 
-    def __init__(self, n_arms: int, tally: Tally, ledger: Tally, unit: float) -> None:
-        super().__init__(n_arms, tally, ledger, unit)
+    def __init__(self, n_arms: int, tally: Tally, ledger: Tally, weights_are_trials: bool) -> None:
+        super().__init__(n_arms, tally, ledger, weights_are_trials)
         self.loss = [0.0] * n_arms
         self.rounds = 0.0
         self.odds: list[deque[float]] = [deque() for _ in range(n_arms)]

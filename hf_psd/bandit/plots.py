@@ -12,7 +12,7 @@ def plot_regret(results: dict[str, dict[str, Any]], path: Path) -> None:
     """One panel per experiment: mean regret by round, with a band of one standard deviation over seeds.
 
     Args:
-        results: from `simulate.run_all`; delayed, scaled and speculation experiments are left out.
+        results: from `simulate.run_all`; delayed, clumped, scaled and speculation experiments are left out.
 
     Raises:
         ValueError: no experiment is left.
@@ -23,7 +23,7 @@ def plot_regret(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    plain = [name for name, experiment in EXPERIMENTS.items() if experiment.scale is None and not experiment.delay]
+    plain = [name for name, run in EXPERIMENTS.items() if run.scale is None and not run.delay and not run.clumped]
     shown = {name: part for name, part in results.items() if name in plain}
     if not shown:
         raise ValueError(f"nothing to plot in {', '.join(results)}; plotted are {', '.join(plain)}.")

@@ -49,12 +49,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An environment and how its rewards reach the selectors: times `scale`, and `delay` rounds late."""
+    """An environment and how its rewards reach the selectors.
+
+    Attributes:
+        scale: factor on the rewards, told as goodput; None tells them as acceptance.
+        delay: rounds by which they come late.
+        clumped: a round has 1 to 32 trials, all with the same outcome, instead of one.
+    """
 
     name: str
     environment: Bernoulli
     scale: float | None = None
     delay: int = 0
+    clumped: bool = False
+
+    def weight(self, step: int) -> float:
+        return 1.0 + step * 7919 % 32 if self.clumped else 1.0
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -64,6 +74,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("rotating", ROTATING),
         Experiment("rotating-back", ROTATING_BACK),
         Experiment("delayed", PUBLISHED, delay=3),
+        Experiment("clumped", PUBLISHED, clumped=True),
         Experiment("scaled-0.001", PUBLISHED, scale=0.001),
         Experiment("scaled-80", PUBLISHED, scale=80.0),
     )
@@ -82,9 +93,9 @@ def play(selector: Any, experiment: Experiment, rewards: Sequence[Sequence[float
     every = max(1, len(rewards) // CURVE_POINTS)
     bins = environment.phase_length // SHARE_BIN
     hits = [0] * bins
-    underway: deque[tuple[int, Sequence[float]]] = deque()
+    underway: deque[tuple[int, int]] = deque()
     run = Run()
-    for step, row in enumerate(rewards):
+    for step in range(len(rewards)):
         means = environment.means(step)
         arm = selector.select()
         gap = max(means) - means[arm]
@@ -93,13 +104,16 @@ def play(selector: Any, experiment: Experiment, rewards: Sequence[Sequence[float
             hits[step % environment.phase_length // SHARE_BIN] += 1
         if (step + 1) % every == 0:
             run.curve.append(run.regret)
-        underway.append((arm, row))
+        underway.append((arm, step))
         if len(underway) > experiment.delay:
-            pulled, told = underway.popleft()
+            pulled, then = underway.popleft()
+            told, weight = rewards[then], experiment.weight(then)
             if full_information:
-                selector.update_all([scale * reward for reward in told], arm=pulled)
-            else:
+                selector.update_all([scale * reward for reward in told], weight, arm=pulled)
+            elif weight == 1.0:
                 selector.update(pulled, scale * told[pulled])
+            else:
+                selector.update(pulled, scale * told[pulled], weight)
     changes = len(rewards) / environment.phase_length - 1
     run.shares = [hit / (changes * SHARE_BIN) for hit in hits] if changes > 0 else []
     return run
@@ -175,7 +189,17 @@ def report(specs: Sequence[str], runs: Sequence[Sequence[Run]]) -> dict[str, Any
             part["shares"] = [statistics.fmean(share) for share in zip(*(run.shares for run in own), strict=True)]
             part["recovery"] = recovery(part["shares"])
         by_selector[spec] = part
+    add_differences(by_selector)
     return by_selector
+
+
+def add_differences(by_selector: dict[str, Any]) -> None:
+    """For selectors with a plain reference, statistics of the regret minus the reference's on the same rewards."""
+    for spec, part in by_selector.items():
+        reference = by_selector.get(f"naive_{spec}")
+        if reference is not None:
+            pairs = zip(part["regrets"], reference["regrets"], strict=True)
+            part["minus_reference"] = summarise([own - plain for own, plain in pairs])
 
 
 def step_microseconds(spec: str, n_arms: int, steps: int = 5_000) -> float:
@@ -199,8 +223,8 @@ def run_all(
             own = [spec for spec in specs if not is_reference(spec) and not build(spec, 1, 0).full_information]
             job = partial(speculate_seed, Speculation(tuple(enumerate_arms(2, (0, 2, 4, 8)))), own)
         else:
-            scaled = EXPERIMENTS[name].scale is not None
-            own = [spec for spec in specs if not (scaled and is_reference(spec))]
+            plain = EXPERIMENTS[name].scale is None and not EXPERIMENTS[name].clumped
+            own = [spec for spec in specs if plain or not is_reference(spec)]
             job = partial(play_seed, EXPERIMENTS[name], own)
         if workers > 1:
             with ProcessPoolExecutor(workers) as pool:

@@ -8,7 +8,7 @@ from .tally import Entry, Tally, floats, integer, integers
 
 NO_ARM = -1
 PRIOR_SCATTER = 1.25
-"""Squared deviation of five 0/1 rewards of mean 1/2: the dispersion starts at 1 and leaves it slowly."""
+"""Squared deviation of five 0/1 rewards of mean 1/2: `scatter` and `coin_scatter` start there, so at a ratio of 1."""
 LEAST_DISPERSION = 0.02
 
 
@@ -18,6 +18,7 @@ class Table:
     Attributes:
         tally: the sums the selector decides by (windowed or discounted for some selectors).
         ledger: the sums over all time, for statistics; the same object where the selector forgets nothing.
+        weights_are_trials: True under reward="acceptance"; False where they are seconds.
         unit: the reward that counts as 1: the current best and its headroom under reward="goodput", else 1.
         pulls: selections per arm; in_flight: those whose update has not come yet.
         held_back: observations dropped as burn-in, per arm.
@@ -25,14 +26,14 @@ class Table:
         updates: observations in the ledger.
         incumbent, dwell: the arm selected last and for how many selections in a row.
         switches, switching_paid: changes of arm and their summed cost.
-        scatter, coin_scatter: squared deviations of the rewards from their arm's mean, and what they would be if the
-            rewards were 0 or 1 with these means; kept where evidence is counted in pulls.
+        scatter, coin_scatter: what `dispersion` or `clumping` is the ratio of.
     """
 
-    def __init__(self, n_arms: int, tally: Tally, ledger: Tally, unit: float) -> None:
+    def __init__(self, n_arms: int, tally: Tally, ledger: Tally, weights_are_trials: bool) -> None:
         self.tally = tally
         self.ledger = ledger
-        self.unit = unit
+        self.weights_are_trials = weights_are_trials
+        self.unit = 1.0 if weights_are_trials else 0.0
         self.pulls = [0] * n_arms
         self.in_flight = [0] * n_arms
         self.held_back = [0] * n_arms
@@ -56,10 +57,11 @@ class Table:
     def record(self, arm: int, reward: float, weight: float) -> None:
         """Enter one observation in the tally and in the ledger."""
         self.updates += 1
-        before = None if self.tally.weights_are_trials else self.mean(arm)
+        measured = weight > 1.0 or not self.weights_are_trials
+        before = self.mean(arm) if measured else None
         self.tally.add(arm, reward, weight)
         if before is not None and self.unit > 0.0:
-            self._measure_scatter(before, reward / self.unit, self.mean(arm) or 0.0)
+            self._measure_scatter(before, reward / self.unit, self.mean(arm) or 0.0, weight)
         if self.ledger is not self.tally:
             self.ledger.add(arm, reward, weight)
 
@@ -83,31 +85,52 @@ class Table:
 
     @property
     def dispersion(self) -> float:
-        """Variance of a reward relative to that of a 0/1 reward of the same mean, pooled over arms, at most 1."""
+        """Goodput: variance of a reward relative to that of a 0/1 reward of the same mean, at most 1."""
         return min(1.0, max(LEAST_DISPERSION, self.scatter / self.coin_scatter))
 
-    def evidence(self, in_flight: bool = False) -> list[float]:
-        """Evidence per arm, as a number of 0/1 rewards; treat the list as read-only.
+    @property
+    def clumping(self) -> float:
+        """Acceptance: correlation of the trials of one round; 0 if they are independent, 1 if they are all alike."""
+        return min(1.0, max(0.0, self.scatter / self.coin_scatter))
 
-        Trials count as they are. Pulls count 1 / dispersion each, since a reward that varies little tells more than
-        a 0 or 1; but n pulls of an arm never count more than n * n, so that no arm is judged by one odd round.
+    def evidence(self, in_flight: bool = False) -> list[float]:
+        """Evidence per arm, as a number of independent 0/1 rewards; treat the list as read-only.
+
+        W trials in rounds of w trials count W**2 / (W + clumping * sum(w * (w - 1))): fully if trials are independent,
+        once a round if those of a round are all alike. Single trials always count one each. A pull under goodput
+        counts 1 / dispersion. Clumping and dispersion are learned from the rewards of all arms and start at 1; and n
+        rounds of an arm never count more than n * n, so that no arm is judged by one odd round.
 
         Args:
             in_flight: count a pull in flight as an average observation.
         """
-        evidence = self.tally.evidence()
-        trials = self.tally.weights_are_trials
-        if in_flight and any(self.in_flight):
-            typical = self.typical_weight() if trials else 1.0
-            evidence = [known + typical * flying for known, flying in zip(evidence, self.in_flight, strict=True)]
-        if trials:
-            return evidence
-        worth = 1.0 / self.dispersion
-        return [min(worth * n, max(n, n * n)) for n in evidence]
+        tally = self.tally
+        flying = self.in_flight if in_flight and any(self.in_flight) else None
+        if self.weights_are_trials and tally.weight == tally.square:
+            return tally.weight if flying is None else [w + n for w, n in zip(tally.weight, flying, strict=True)]
+        pulls = tally.pulls()
+        if self.weights_are_trials:
+            clumping, typical = self.clumping, self.typical_weight()
+            pairs = zip(tally.weight, tally.square, strict=True)
+            known = [w * w / (w + clumping * (q - w)) if w > 0.0 < q else 0.0 for w, q in pairs]
+            worth = typical / (1.0 + (typical - 1.0) * clumping) if typical > 1.0 else 1.0
+        else:
+            worth = 1.0 / self.dispersion
+            known = [worth * n for n in pulls]
+        if flying is not None:
+            known = [k + worth * n for k, n in zip(known, flying, strict=True)]
+            pulls = [p + n for p, n in zip(pulls, flying, strict=True)]
+        return [min(k, max(n, n * n)) for k, n in zip(known, pulls, strict=True)]
 
-    def _measure_scatter(self, before: float, reward: float, after: float) -> None:
-        self.scatter += abs((reward - before) * (reward - after))
-        self.coin_scatter += after * (1.0 - after)
+    def _measure_scatter(self, before: float, reward: float, after: float, weight: float) -> None:
+        """Enter a squared deviation, by the means before and after it (Welford), and its size for 0/1 rewards."""
+        deviation, coin = (reward - before) * (reward - after), after * (1.0 - after)
+        if self.weights_are_trials:
+            self.scatter += weight * deviation - coin
+            self.coin_scatter += (weight - 1.0) * coin
+        else:
+            self.scatter += abs(deviation)
+            self.coin_scatter += coin
 
     def regret(self, active: list[int]) -> float | None:
         """Reward times weight lost to the best active arm, by the means known; None before any feedback."""

@@ -1,8 +1,6 @@
 """Weighted sums of rewards per arm: over all time, over a sliding window, or discounted.
 
-Means are ratios of sums, `sum(weight * reward) / sum(weight)`, never means of ratios. The evidence behind a mean is
-either `sum(weight)` (weights are numbers of trials) or, where the unit of the weight means nothing (seconds), the
-effective number of pulls `sum(weight)**2 / sum(weight**2)` (Kish 1965), which no change of unit alters.
+Means are ratios of sums, `sum(weight * reward) / sum(weight)`, never means of ratios.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ NEGLIGIBLE = 1e-12
 class Tally:
     """Sums over all time. `weight[k]`, `gain[k]` and `square[k]` hold the sums of w, w * r and w * w of arm k."""
 
-    def __init__(self, n_arms: int, weights_are_trials: bool) -> None:
-        self.weights_are_trials = weights_are_trials
+    def __init__(self, n_arms: int) -> None:
         self.weight = [0.0] * n_arms
         self.gain = [0.0] * n_arms
         self.square = [0.0] * n_arms
@@ -40,11 +37,9 @@ class Tally:
         for sums in (self.weight, self.gain, self.square):
             sums.append(0.0)
 
-    def evidence(self) -> list[float]:
-        """Evidence per arm, in trials or in effective pulls; treat the list as read-only."""
-        if self.weights_are_trials:
-            return self.weight
-        return [w * w / s if s > 0.0 else 0.0 for w, s in zip(self.weight, self.square, strict=True)]
+    def pulls(self) -> list[float]:
+        """Effective number of pulls per arm, W**2 / sum(w**2) (Kish 1965), which no unit of the weights alters."""
+        return [w * w / q if q > 0.0 else 0.0 for w, q in zip(self.weight, self.square, strict=True)]
 
     def mean(self, arm: int) -> float | None:
         return self.gain[arm] / self.weight[arm] if self.weight[arm] > NEGLIGIBLE else None
@@ -60,8 +55,8 @@ class Tally:
 class DiscountedTally(Tally):
     """Every round multiplies all sums by `discount` before its own observations are added."""
 
-    def __init__(self, n_arms: int, weights_are_trials: bool, discount: float) -> None:
-        super().__init__(n_arms, weights_are_trials)
+    def __init__(self, n_arms: int, discount: float) -> None:
+        super().__init__(n_arms)
         self.discount = discount
 
     def add(self, arm: int, reward: float, weight: float) -> None:
@@ -83,8 +78,8 @@ class DiscountedTally(Tally):
 class WindowedTally(Tally):
     """Sums over the last `window` rounds: means *and* counts forget together."""
 
-    def __init__(self, n_arms: int, weights_are_trials: bool, window: int) -> None:
-        super().__init__(n_arms, weights_are_trials)
+    def __init__(self, n_arms: int, window: int) -> None:
+        super().__init__(n_arms)
         self.window = window
         self._rounds: deque[tuple[Entry, ...]] = deque()
         self._entries = [0] * n_arms

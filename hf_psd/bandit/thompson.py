@@ -14,10 +14,10 @@ from .tally import DiscountedTally, Tally
 class Thompson(BaseSelector[Table]):
     """Beta-Bernoulli Thompson sampling (Thompson 1933; Agrawal and Goyal 2012), prior Beta(1, 1).
 
-    Each arm draws from Beta(a + S_k, b + F_k), the largest draw wins. An update adds `weight * reward` to S_k and
-    `weight * (1 - reward)` to F_k: with weight = drafted tokens, the accepted and the rejected ones. Under
-    reward="goodput" S_k and F_k are the mean and its complement times the evidence. Pulls in flight
-    need no correction, as every draw is anew.
+    Each arm draws from Beta(a + S_k, b + F_k), the largest draw wins. S_k and F_k are the mean and its complement
+    times the evidence: rewards of weight 1 add `reward` to S_k and `1 - reward` to F_k, independent trials their
+    accepted and rejected numbers, correlated ones less (`Table.evidence`). Pulls in flight need no correction, as
+    every draw is anew.
 
     Args:
         prior: a and b, both positive.
@@ -109,4 +109,4 @@ class DiscountedThompson(Thompson):
         return {**super().options(), "discount": self.discount}
 
     def _new_tally(self, n_arms: int) -> Tally:
-        return DiscountedTally(n_arms, self.reward == "acceptance", self.discount)
+        return DiscountedTally(n_arms, self.discount)

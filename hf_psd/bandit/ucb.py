@@ -73,7 +73,7 @@ class SlidingWindowUCB(UCB1):
         return {**super().options(), "window": self.window}
 
     def _new_tally(self, n_arms: int) -> Tally:
-        return WindowedTally(n_arms, self.reward == "acceptance", self.window)
+        return WindowedTally(n_arms, self.window)
 
 
 class DiscountedUCB(UCB1):
@@ -94,4 +94,4 @@ class DiscountedUCB(UCB1):
         return {**super().options(), "discount": self.discount}
 
     def _new_tally(self, n_arms: int) -> Tally:
-        return DiscountedTally(n_arms, self.reward == "acceptance", self.discount)
+        return DiscountedTally(n_arms, self.discount)

@@ -127,6 +127,15 @@ def test_pulls_in_flight_are_counted(name):
     assert selector.stats()["in_flight"] == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("reward", ["acceptance", "goodput"])
+@pytest.mark.parametrize("name", ["ucb1", "sw_ucb", "d_ucb", "imed"])
+def test_pulls_in_flight_are_counted_beside_weighted_rounds(name, reward):
+    selector = bandit.make(name, n_arms=3, seed=3, reward=reward, burn_in=0)
+    for step in range(12):
+        selector.update(step % 3, 0.5 + 0.1 * (step // 3 % 2), weight=8)
+    assert max(Counter(selector.select() for _ in range(12)).values()) <= 5
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_updates_may_come_out_of_order(name):
     selector = bandit.make(name, n_arms=3, seed=0)
@@ -205,6 +214,15 @@ def test_retired_arm_is_never_selected(name):
         selector.retire(arm)
     with pytest.raises(RuntimeError, match="all 3 arms are retired"):
         selector.select()
+
+
+def test_revived_arm_keeps_what_was_learned():
+    selector = bandit.make("ucb1", n_arms=3, seed=0)
+    selector.update(0, 0.75, weight=4)
+    selector.retire(0)
+    selector.revive(0)
+    selector.revive(1)
+    assert selector.active_arms == [0, 1, 2] and selector.stats()["means"][0] == 0.75
 
 
 @pytest.mark.parametrize("name", ALL)

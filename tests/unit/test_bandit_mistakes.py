@@ -12,6 +12,7 @@ import hf_psd.bandit as bandit
 from hf_psd.bandit.environments import PUBLISHED, ROTATING
 from hf_psd.bandit.naive import NaiveUCB1
 from hf_psd.bandit.simulate import EXPERIMENTS, play
+from hf_psd.bandit.table import Table
 from hf_psd.bandit.tally import Tally, WindowedTally
 
 PUBLISHED_SEEDS = range(500, 512)
@@ -168,6 +169,31 @@ def test_arm_of_identical_first_rewards_is_revisited(name):
     assert visits(NoPrior(2, 0)) == 0
 
 
+def clumped_law(kind):
+    """Up to 32 trials a round, all alike: a round must not count as 32 pulls, or an unlucky first one decides."""
+    for seed in (500, 501, 502):
+        run = play(kind(3, seed), EXPERIMENTS["clumped"], TABLES[seed])
+        assert run.regret < 700, run.regret
+
+
+@pytest.mark.parametrize("name", bandit.names())
+def test_trials_of_one_round_that_are_all_alike(name):
+    clumped_law(bandit.SELECTORS[name])
+
+
+def trials_as_they_are(table, in_flight=False):
+    """Fault: every trial is evidence of its own."""
+    flying = [n * table.typical_weight() * in_flight for n in table.in_flight]
+    return [w + f for w, f in zip(table.tally.weight, flying, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["thompson", "sharp_thompson", "imed"])
+def test_clumped_law_catches_trials_taken_for_independent(name, monkeypatch):
+    monkeypatch.setattr(Table, "evidence", trials_as_they_are)
+    with pytest.raises(AssertionError):
+        clumped_law(bandit.SELECTORS[name])
+
+
 class AllTimeCounts(bandit.SlidingWindowUCB):
     """Fault: windowed means with all-time counts in the bonus."""
 
@@ -190,12 +216,12 @@ def test_window_forgets_counts_and_means_together():
     def check(tally):
         for step in range(1000):
             tally.add(0, 1.0, 2.0) if step < 990 else tally.add(1, 0.25, 3.0)
-        assert tally.evidence() == [0.0, 30.0]
+        assert tally.weight == [0.0, 30.0] and tally.pulls() == [0.0, 10.0]
         assert tally.mean(0) is None and tally.mean(1) == 0.25
 
-    check(WindowedTally(2, True, 10))
+    check(WindowedTally(2, 10))
     with pytest.raises(AssertionError):
-        check(Tally(2, True))
+        check(Tally(2))
 
 
 @pytest.mark.parametrize("name", bandit.names())
@@ -251,20 +277,47 @@ def test_first_rounds_of_an_arm_may_hold_a_compilation(name):
     assert min(means(burn_in=0)) < 95.0
 
 
-@pytest.mark.parametrize("name", bandit.names())
-def test_no_state_leaks_between_selectors(name):
-    """What one call taught is unknown to the next, for equal seeds and in one process."""
-    one = bandit.make(name, 3, seed=1)
+def fresh_law(kind):
+    """What one selector was taught is unknown to the next, for equal seeds and in one process."""
+    one = kind(3, 1)
     for _ in range(100):
         one.update(one.select("ctx"), 1.0, context="ctx")
-    two, fresh = (bandit.make(name, 3, seed=1).stats() for _ in range(2))
-    assert two == fresh and two["pulls"] == [0, 0, 0] and two["contexts"] == []
+    two, three = kind(3, 1), kind(3, 1)
+    assert two.stats()["pulls"] == [0, 0, 0] and two.stats()["contexts"] == []
+    assert [two.select() for _ in range(5)] == [three.select() for _ in range(5)]
 
 
-def test_selector_and_environment_draw_from_different_generators():
-    own = bandit.make("thompson", 3, seed=7)._rng
-    streams = [own, random.Random(7), random.Random("environment published 7"), bandit.make("imed", 3, 7)._rng]
+@pytest.mark.parametrize("name", bandit.names())
+def test_no_state_leaks_between_selectors(name):
+    fresh_law(bandit.SELECTORS[name])
+    shared = {}
+
+    class Leaking(bandit.SELECTORS[name]):
+        def _start_over(self):
+            super()._start_over()
+            self._tables = shared
+
+    with pytest.raises(AssertionError):
+        fresh_law(Leaking)
+
+
+def apart_law(kind):
+    """A selector draws other numbers than a generator of the same seed, which may be the one of the rewards."""
+    streams = [kind(3, 7)._rng, random.Random(7), random.Random("environment published 7")]
     assert len({stream.random() for stream in streams}) == len(streams)
+
+
+@pytest.mark.parametrize("name", bandit.names())
+def test_selector_and_environment_draw_from_different_generators(name):
+    apart_law(bandit.SELECTORS[name])
+
+    class InStep(bandit.SELECTORS[name]):
+        def _start_over(self):
+            super()._start_over()
+            self._rng = random.Random(self.seed)
+
+    with pytest.raises(AssertionError):
+        apart_law(InStep)
 
 
 @pytest.mark.parametrize("name", bandit.names())

@@ -113,7 +113,7 @@ def test_all_time_means_are_exact_ratios(observations):
     st.floats(0.5, 1.0),
 )
 def test_windowed_and_discounted_sums_equal_their_definitions(observations, window, discount):
-    windowed, discounted = WindowedTally(3, True, window), DiscountedTally(3, True, discount)
+    windowed, discounted = WindowedTally(3, window), DiscountedTally(3, discount)
     for observation in observations:
         windowed.add(*observation)
         discounted.add(*observation)
@@ -222,3 +222,41 @@ def test_low_noise_is_used():
             arms.append(arm)
             selector.update(arm, (70.0, 100.0, 85.0)[arm] * rng.gauss(1.0, 0.03), weight=0.02)
         assert arms[100:].count(1) > 200, name
+
+
+@pytest.mark.parametrize(("alike", "low", "high"), [(False, 0.0, 0.02), (True, 0.9, 1.0)])
+def test_clumping_is_learned(alike, low, high):
+    """32 trials a round: independent ones count nearly in full, identical ones as one."""
+    selector, rng = bandit.make("thompson", 2, seed=0), random.Random(4)
+    for step in range(600):
+        chance = (0.4, 0.7)[step % 2]
+        hits = 32 * (rng.random() < chance) if alike else sum(rng.random() < chance for _ in range(32))
+        selector.update(step % 2, hits / 32, weight=32)
+    table = selector._tables[None]
+    assert low <= table.clumping <= high
+    assert table.evidence()[0] == pytest.approx(300 * 32 / (1 + 31 * table.clumping))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), FRACTIONS, st.integers(1, 50)), max_size=60), st.booleans())
+def test_evidence_lies_between_rounds_and_trials(observations, in_flight):
+    selector = bandit.make("ucb1", 3, seed=0)
+    for arm, reward, weight in observations:
+        selector.update(arm, reward, weight)
+    table = selector._table(None)
+    table.in_flight = [0, 1, 2]
+    for arm, evidence in enumerate(table.evidence(in_flight)):
+        flying = table.in_flight[arm] * in_flight
+        pulls, trials = table.tally.pulls()[arm], table.tally.weight[arm]
+        assert pulls - 1e-6 <= evidence <= trials + flying * max(table.typical_weight(), 1.0) + 1e-6
+        assert evidence <= max(pulls + flying, (pulls + flying) ** 2) + 1e-6
+
+
+def test_single_trials_count_one_each():
+    """The published setting: rewards of weight 1, whatever they are, leave nothing to correct."""
+    for name in ("ucb1", "sw_ucb", "d_ucb"):
+        selector, rng = bandit.make(name, 2, seed=0), random.Random(1)
+        for _ in range(50):
+            selector.update(selector.select(), rng.random())
+        table = selector._tables[None]
+        assert table.evidence() == table.tally.weight and table.clumping == 1.0

@@ -109,6 +109,12 @@ def test_command_line_writes_json_and_picture(tmp_path, capsys):
     assert set(content["experiments"]["published"]) == {"naive_ucb1", "ucb1", "hedge"}
     assert set(content["experiments"]["speculation"]) == {"ucb1"}
     assert len(content["experiments"]["published"]["ucb1"]["regrets"]) == 2
+    ucb1, naive = (content["experiments"]["published"][spec]["regrets"] for spec in ("ucb1", "naive_ucb1"))
+    difference = (ucb1[0] - naive[0] + ucb1[1] - naive[1]) / 2
+    assert content["experiments"]["published"]["ucb1"]["minus_reference"]["mean"] == pytest.approx(
+        difference, abs=1e-3
+    )
+    assert "minus_reference" not in content["experiments"]["published"]["hedge"]
     assert "curve_sd" not in content["experiments"]["published"]["ucb1"]
     assert content["step_microseconds"]["ucb1"]["3"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
