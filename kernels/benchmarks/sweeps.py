@@ -13,6 +13,7 @@ from psd_kernels.verify_launch import launch_verify
 from timing import by_kernel, warm_us
 
 VERIFY_GROUPS = (
+    [{"early": early} for early in (True, False)],
     [{"scan_block": b, "scan_warps": w} for b, w in ((2048, 8), (1024, 4), (2048, 4), (4096, 8), (8192, 8))],
     [{"scan_programs": n} for n in (4, 2, 6, 8, 16)],
     [{"race_block": b, "race_warps": w} for b, w in ((1024, 4), (512, 4), (2048, 8), (1024, 8), (2048, 4))],

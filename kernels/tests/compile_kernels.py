@@ -47,6 +47,7 @@ def variants(capability: int, everything: bool):
     for dtype in FLOATS.get(capability, ("bf16", "fp16", "fp32"))[: None if everything else 1]:
         for law, unit in product((1, 2, 0), (16, 1)) if everything else ((1, 16), (2, 1)):
             flags = {"LAW": law, "HAS_POINT": True, "HAS_SEED": True, "UNIT": unit, "SPLITS": 32}
+            flags["EARLY"] = capability >= 90
             one = ("target_v", "draft_v")
             yield (
                 f"scan {dtype} law {law} unit {unit}",

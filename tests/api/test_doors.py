@@ -87,7 +87,10 @@ SCRIPT = """
 def test_plain_generate_is_bitwise_unchanged_and_older_instances_speculate():
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_psd
 from hf_psd import StepHook
+from hf_psd.drafters.prompt_lookup import PromptLookup
 from hf_psd.testing import chi_square, joint_law, sample_joint
 
 try:
@@ -170,6 +174,67 @@ def test_rejection_sampling_through_graphs_and_kernels_follows_the_law():
         stats = hf_psd.last_stats()
         print(mode, result, f"acceptance {stats.acceptance:.2f}", stats.notes)
         assert result.p_value > 0.01 and 0.1 < stats.acceptance < 0.9 and not stats.notes
+
+
+def test_the_step_loop_calls_the_kernels():
+    from psd_kernels import attention_launch, naive, sample_kernel, verify_launch
+
+    launchers = [
+        (verify_launch, "launch_verify"),
+        (sample_kernel, "launch_sample"),
+        (attention_launch, "launch_ragged_attention"),
+        (attention_launch, "launch_kv_write"),
+    ]
+    calls: Counter[str] = Counter()
+    target, drafter = tiny().cuda(), noisy(tiny(), 0.03).cuda()
+    with ExitStack() as spies:
+        for module, name in [*launchers, (naive, "verify"), (naive, "sample")]:
+            spies.enter_context(mock.patch.object(module, name, counting(calls, name, getattr(module, name))))
+        psd = {"mode": "sd", "seed": 3, "cuda_graphs": False, "selector": "ucb1"}
+        target.generate(**batch("cuda"), assistant_models=[drafter], psd=psd, **SAMPLED)
+    stats, layers = hf_psd.last_stats(), target.config.num_hidden_layers
+    assert calls["launch_verify"] == stats.target_forwards > 0, calls
+    assert calls["launch_sample"] == stats.draft_forwards > 0, calls
+    assert calls["launch_ragged_attention"] >= layers * (stats.target_forwards + stats.draft_forwards), calls
+    assert calls["launch_kv_write"] >= layers * (stats.target_forwards + stats.draft_forwards), calls
+    assert not calls["verify"] and not calls["sample"], calls  # nothing fell back to the specification
+
+
+def counting(calls: Counter[str], name: str, real):
+    def counted(*args, **kwargs):
+        calls[name] += 1
+        return real(*args, **kwargs)
+
+    return counted
+
+
+def test_changed_weights_and_settings_are_not_served_by_old_graphs():
+    target, drafter = tiny(), noisy(tiny(), 0.03).cuda()
+    target.cuda()
+    for ngram in (2, 3):
+        lookup = PromptLookup(max_ngram=ngram)
+        out = target.generate(**batch("cuda"), assistant_models=[lookup, drafter], psd={"mode": "sd"}, **GREEDY)
+        assert torch.equal(out, target.generate(**batch("cuda"), **GREEDY))
+    target.load_state_dict(tiny(3).state_dict())  # in place: graphs stay valid
+    out = target.generate(**batch("cuda"), assistant_models=[drafter], psd={"mode": "sd"}, **GREEDY)
+    assert torch.equal(out, target.generate(**batch("cuda"), **GREEDY))
+    target.lm_head.weight = torch.nn.Parameter(tiny(5).lm_head.weight.detach().cuda())  # elsewhere: they do not
+    out = target.generate(**batch("cuda"), assistant_models=[drafter], psd={"mode": "sd"}, **GREEDY)
+    assert torch.equal(out, target.generate(**batch("cuda"), **GREEDY))
+
+
+def test_a_call_inside_a_call_leaves_the_outer_one_alone():
+    target = tiny().cuda()
+    plain = target.generate(**batch("cuda"), **GREEDY)
+
+    class Nested(StepHook):
+        def on_commit(self, context) -> None:
+            if context.step == 5:
+                inner = target.generate(**batch("cuda"), psd={"mode": "sd"}, **GREEDY)
+                assert torch.equal(inner, plain)
+
+    out = target.generate(**batch("cuda"), psd={"mode": "sd"}, psd_hooks=[Nested()], **GREEDY)
+    assert torch.equal(out, plain)
 
 
 def test_half_precision_runs_and_accepts_a_copy():

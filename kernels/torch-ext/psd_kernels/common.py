@@ -61,6 +61,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@lru_cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a launch can start before the one it depends on has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def split_rows(
     rows: int, vocab: int, block: int, device: torch.device, most: int, programs: int = 4
 ) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from . import philox as spec
 from .tiles import (
@@ -86,7 +87,7 @@ def verify_decide_kernel(
     seed_low, seed_high, length, width, vocab, draft_vocab, splits, race_splits, tiles,
     target_r, target_t, target_v, draft_r, draft_t, draft_v, ids_r, ids_t,
     LAW: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_POINT: tl.constexpr, HAS_SEED: tl.constexpr, UNIT: tl.constexpr,
-    LENGTH: tl.constexpr, SPLITS: tl.constexpr, RACE_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr, SPLITS: tl.constexpr, RACE_SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, race_splits). Every program of a row repeats the same small scan for the first rejection, then races
     its slice of the vocabulary at that one position; the last one to arrive joins the slices and writes the row."""
@@ -97,12 +98,27 @@ def verify_decide_kernel(
     count = length - 1
     ids = tl.load(ids_ptr + row * ids_r + t * ids_t, mask=t < count, other=-1)
     cells = (row * width + t[:, None]) * SPLITS + s[None, :]
+    drafted = ids >= 0
+    wide = row.to(tl.int64)
+    target = target_ptr + wide * (target_r * UNIT)
+    draft = draft_ptr + wide * (draft_r * UNIT)
+    temperature = tl.full((), 0.0, tl.float32)
+    target_x = tl.full((LENGTH,), 0.0, tl.float32)
+    draft_x = tl.full((LENGTH,), 0.0, tl.float32)
+    soft = row < 0
+    if LAW == REJECTION:
+        temperature = tl.load(temperature_ptr + row)
+        target_x = gather(target, target_t * UNIT, target_v, t, ids, drafted, vocab)
+        if HAS_DRAFT:
+            soft = row >= 0
+            if HAS_POINT:
+                soft = tl.load(point_ptr + row) == 0
+            draft_x = gather(draft, draft_t * UNIT, draft_v, t, ids, drafted, tl.where(soft, draft_vocab, 0))
+    if EARLY:
+        gdc_wait()  # what follows reads what the first launch wrote
     # Places after a missing draft were not scanned and hold anything; a row stops before it would use them.
     written = (t < length)[:, None] & (s < splits)[None, :]
     parts = tl.load(part_ptr + cells, mask=written, other=LOWEST)
-    temperature = tl.full((), 0.0, tl.float32)
-    if LAW == REJECTION:
-        temperature = tl.load(temperature_ptr + row)
 
     if temperature <= 0:
         if split == 0:
@@ -115,26 +131,16 @@ def verify_decide_kernel(
             write_verdict(out_ids_ptr, out_count_ptr, out_bad_ptr, row, length, t, ids, stop, token)
     else:
         inverse = tl.div_rn(1.0, temperature)
-        drafted = ids >= 0
-        wide = row.to(tl.int64)
-        target = target_ptr + wide * (target_r * UNIT)
-        draft = draft_ptr + wide * (draft_r * UNIT)
         key0, key1 = load_key(seed_ptr, seed_low, seed_high, HAS_SEED)
         position = tl.load(position_ptr + row)
         request = tl.load(request_ptr + row).to(tl.uint32)
         rounds = tl.load(round_ptr + row) << 8
-        target_x = gather(target, target_t * UNIT, target_v, t, ids, drafted, vocab)
-        soft = row < 0
         if HAS_DRAFT:
-            soft = row >= 0
-            if HAS_POINT:
-                soft = tl.load(point_ptr + row) == 0
             drawn = (t < count)[:, None] & (s < splits)[None, :]
             draft_parts = tl.load(part_ptr + cells + length * SPLITS, mask=drawn, other=LOWEST)
             # A row whose drafts are point masses has no parts.
             held = drafted[:, None] & (s[None, :] < tl.where(soft, splits, 0))
             draft_parts = tl.where(held, draft_parts, LOWEST)
-            draft_x = gather(draft, draft_t * UNIT, draft_v, t, ids, drafted, tl.where(soft, draft_vocab, 0))
 
         log_z = join_logsumexp(parts)
         fine = (log_z > LOWEST) & (log_z < HIGHEST)

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .common import guard, row_unit, signed_words, split_rows
+from .common import guard, has_dependent_launch, row_unit, signed_words, split_rows
 from .verify_decide import verify_decide_kernel
 from .verify_scan import COUPLED, GREEDY, REJECTION, verify_scan_kernel
 
@@ -38,11 +38,13 @@ def launch_verify(
     race_warps: int = 4,
     scan_programs: int = 8,
     race_programs: int = 4,
+    early: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as in `naive.verify`, the counters contiguous int64 [R]; returns (ids, n_emitted, bad).
 
     Tile widths are powers of two, `scan_block` from 8 and `race_block` from 4 on. The `max_` arguments, powers of two,
-    bound how many programs share one row; the `_programs` say how many a multiprocessor should get.
+    bound how many programs share one row; the `_programs` say how many a multiprocessor should get; `early` overlaps
+    the start of the second launch with the end of the first (None: where the GPU can, from compute capability 9.0 on).
     """
     rows, length, vocab = target_logits.shape
     device = target_logits.device
@@ -78,6 +80,9 @@ def launch_verify(
         *draft_ids.stride(),
     ]
     flags = {"LAW": law_code, "HAS_POINT": point_mass is not None, "HAS_SEED": seed_tensor is not None, "UNIT": unit}
+    early = has_dependent_launch(device) if early is None else early
+    flags["EARLY"] = early
+    overlapped = {"launch_pdl": True} if early else {}
     with guard(target_logits):
         verify_scan_kernel[(rows * width, splits)](
             target_logits, draft, draft_ids, point, heat, position, request, key,
@@ -91,5 +96,6 @@ def launch_verify(
             low, high, length, width, vocab, draft_vocab, splits, race_splits, race_tiles, *strides,
             **flags, HAS_DRAFT=soft is not None, LENGTH=max(16, triton.next_power_of_2(length)),
             SPLITS=max_splits, RACE_SPLITS=max_race_splits, BLOCK=race_block, num_warps=race_warps,
+            **overlapped,
         )  # fmt: skip
     return ids, count, bad

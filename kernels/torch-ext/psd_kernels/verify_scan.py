@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import philox as spec
 from .tiles import HIGHEST, load_key, scan_argmax, scan_logsumexp, scan_race
@@ -24,12 +25,15 @@ def verify_scan_kernel(
     seed_low, seed_high, length, width, vocab, draft_vocab, tiles,
     target_r, target_t, target_v, draft_r, draft_t, draft_v, ids_r, ids_t,
     LAW: tl.constexpr, HAS_POINT: tl.constexpr, HAS_SEED: tl.constexpr, UNIT: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * width, splits); a row has its T target positions first, then, if they are read, its T - 1 drafts.
 
-    Each program reduces one slice of one position to its logsumexp, or to its best score and that one's id.
+    Each program reduces one slice of one position to its logsumexp, or to its best score and that one's id. EARLY lets
+    the second launch start its programs as soon as all of these run; it waits for their results by itself.
     """
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0) // width
     place = tl.program_id(0) % width
     split = tl.program_id(1)
