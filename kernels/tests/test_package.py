@@ -121,11 +121,14 @@ def __getattr__(name):
 
 def stand_in_for_hf_kernels(folder: Path) -> Path:
     """A distribution that calls itself `kernels` and has whatever class or decorator is asked of it."""
-    package, info = folder / "kernels", folder / "kernels-0.18.2.dist-info"
+    from transformers.utils import import_utils
+
+    version = import_utils.KERNELS_MIN_VERSION  # transformers leaves other versions alone
+    package, info = folder / "kernels", folder / f"kernels-{version}.dist-info"
     package.mkdir(parents=True)
     info.mkdir()
     (package / "__init__.py").write_text(STAND_IN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     return folder
 
 

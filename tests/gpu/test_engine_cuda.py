@@ -190,7 +190,7 @@ def test_the_step_loop_calls_the_kernels():
     with ExitStack() as spies:
         for module, name in [*launchers, (naive, "verify"), (naive, "sample")]:
             spies.enter_context(mock.patch.object(module, name, counting(calls, name, getattr(module, name))))
-        psd = {"mode": "sd", "seed": 3, "cuda_graphs": False, "selector": "ucb1"}
+        psd = {"mode": "sd", "seed": 3, "cuda_graphs": False, "selector": "ucb1", "gamma": 7}  # no prompt lags
         target.generate(**batch("cuda"), assistant_models=[drafter], psd=psd, **SAMPLED)
     stats, layers = hf_psd.last_stats(), target.config.num_hidden_layers
     assert calls["launch_verify"] == stats.target_forwards > 0, calls

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from .attention_kernel import attention_join_kernel, attention_split_kernel, kv_write_kernel
-from .common import guard, processors
+from .common import guard, processors, shared_memory
 
 QUERY_BLOCK = 64
 MAX_KEY_SPLITS = 64
@@ -47,7 +47,8 @@ def launch_ragged_attention(
 ) -> Tensor:
     """Arguments as in `naive_attention.ragged_attention`; the head dimension of all three tensors has stride 1.
 
-    `stages` counts the key tiles in flight; a block table is looked up ahead of them, which takes as many again.
+    `stages` counts the key tiles in flight; a block table is looked up ahead of them, which takes as many again. Fewer
+    are in flight where the GPU's shared memory is too small for them.
     """
     rows, length, heads, dim = query.shape
     size, kv_heads = key_cache.shape[1:3]
@@ -58,7 +59,12 @@ def launch_ragged_attention(
     block_n = block_n or key_block(dim, query.dtype)
     block_m = block_m or min(QUERY_BLOCK, max(16, triton.next_power_of_2(length * group)))
     query_tiles = triton.cdiv(length * group, block_m)
+    dim_block = triton.next_power_of_2(dim)
+    ahead = table.shape[1] > 1 and size % block_n == 0
     stages = stages or (3 if dim <= 128 and query.dtype != torch.float32 else 2)
+    stages = 2 * stages - 1 if ahead else stages
+    tile_bytes = 2 * block_n * dim_block * query.element_size()
+    stages = max(1, min(stages, shared_memory(query.device) // tile_bytes - 1))
     if splits is None:
         programs = rows * kv_heads * query_tiles
         wanted = PROGRAMS_PER_PROCESSOR * processors(query.device) // programs
@@ -69,7 +75,6 @@ def launch_ragged_attention(
     peak, total = torch.empty(2, rows, length, heads, splits, dtype=torch.float32, device=query.device).unbind()
     cache_strides = (*key_cache.stride()[:3], *value_cache.stride()[:3])
     unit = 16 if all(stride % 16 == 0 for stride in cache_strides) else 1
-    dim_block = triton.next_power_of_2(dim)
     with guard(query):
         attention_split_kernel[(rows * kv_heads, splits, query_tiles)](
             query, key_cache, value_cache, table, positions, acc, peak, total,
@@ -79,7 +84,7 @@ def launch_ragged_attention(
             GROUP=group, DIM=dim, DIM_BLOCK=dim_block, PAGED=table.shape[1] > 1, WHOLE=size % block_n == 0,
             WINDOW=sliding_window or 0, SOFTCAP=softcap or 0.0,
             PRECISION=dot_precision(query), UNIT=unit, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=warps, num_stages=2 * stages - 1 if table.shape[1] > 1 and size % block_n == 0 else stages,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         attention_join_kernel[(rows * length * heads,)](
             acc, peak, total, peak if sinks is None else sinks, out, splits, heads,

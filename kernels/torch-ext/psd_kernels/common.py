@@ -62,6 +62,16 @@ def processors(device: torch.device) -> int:
 
 
 @lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Most bytes of shared memory a program may use; off the GPU those of a T4."""
+    if device.type != "cuda":
+        return 64 * 1024
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+@lru_cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a launch can start before the one it depends on has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -37,7 +37,7 @@ def launch_verify(
     scan_warps: int = 4,
     race_warps: int = 4,
     scan_programs: int = 8,
-    race_programs: int = 4,
+    race_programs: int = 8,
     early: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments as in `naive.verify`, the counters contiguous int64 [R]; returns (ids, n_emitted, bad).
