@@ -110,22 +110,43 @@ class BatchManager:
     """
 
     def __init__(self, groups: int = 1, drafting: bool = True):
-        self.groups, self.drafting = groups, drafting
         self.requests: list[Request] = []
         self._ready = Phase.NEEDS_DRAFT if drafting else Phase.HAS_DRAFT
+        self.drafting = drafting
+        self.groups = groups
+
+    @property
+    def groups(self) -> int:
+        """1 or 2; may be set between any two steps.
+
+        Drafts that exist are verified either way. From 2 to 1, those without a draft wait for the rest, so all draft
+        together after one more step; from 1 to 2, the groups are balanced within two rounds.
+        """
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: int) -> None:
+        if groups not in (1, 2):
+            raise ValueError(f"psd: there are 1 or 2 groups, not {groups!r}.")
+        self._groups = groups
+        if groups == 1:
+            for request in self.requests:
+                request.group = 0
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Admits requests; each joins the smaller group."""
+        """Admits requests; each joins the smaller group, of equal ones that with less text to attend to."""
         for request in requests:
-            sizes = self.sizes()
-            request.group = sizes.index(min(sizes))
+            request.group = min(range(self.groups), key=self._load)
             request.phase = self._ready
             self.requests.append(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out; its group shrinks."""
-        request.phase = Phase.DONE
-        self.requests.remove(request)
+        self._take(request, Phase.DONE)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes a request out that will come back by `add`; its drafts, if any, are forgotten."""
+        self._take(request, Phase.WAITING)
 
     def sizes(self) -> list[int]:
         """Requests per group."""
@@ -140,7 +161,8 @@ class BatchManager:
     def next_step(self) -> Step:
         """Chooses the work of the next step: requests with a draft verify, one group of those without drafts.
 
-        A request that would overfill its group sits out this draft turn, which moves it to the other group.
+        A request that would overfill its group sits out this draft turn, which moves it to the other group; one that
+        has not drafted with the group being verified is drafted for at once where that evens the groups.
         """
         running = [request for request in self.requests if not request.surely_ended]
         verify = [request for request in running if request.phase is Phase.HAS_DRAFT]
@@ -150,12 +172,13 @@ class BatchManager:
         if self.groups == 1:
             return Step(verify, [] if verify else waiting)
         turn = 1 - verify[0].group if verify else waiting[0].group if waiting else 0
-        draft = [request for request in waiting if request.group == turn]
-        excess = (len(draft) - (len(running) - len(draft))) // 2
-        for request in draft[len(draft) - excess :] if excess > 0 else []:
-            request.group = 1 - turn
-        draft = [request for request in draft if request.group == turn]
-        return Step(verify, draft)
+        lead = sum(request.group == turn for request in running) * 2 - len(running)
+        leaving = turn if lead > 0 else 1 - turn
+        movable = [request for request in waiting if request.group == leaving]
+        moves = min(abs(lead) // 2, len(movable))
+        for request in movable[len(movable) - moves :]:
+            request.group = 1 - leaving
+        return Step(verify, [request for request in waiting if request.group == turn])
 
     def advance(self, step: Step) -> None:
         """Moves the requests of a launched step to their next phase."""
@@ -163,3 +186,13 @@ class BatchManager:
             request.phase = Phase.HAS_DRAFT
         for request in step.verify:
             request.phase = self._ready
+
+    def _take(self, request: Request, phase: Phase) -> None:
+        request.phase = phase
+        request.proposals = []
+        self.requests.remove(request)
+
+    def _load(self, group: int) -> tuple[int, int]:
+        """Running requests of a group, and the tokens they attend to."""
+        running = [each for each in self.requests if each.group == group and not each.surely_ended]
+        return len(running), sum(request.most for request in running)

@@ -23,7 +23,10 @@ def run_step(manager):
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["step", "step", "step", "finish", "add"]), st.integers(0, 99)), max_size=60
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "finish", "add", "withdraw", "one", "two"]), st.integers(0, 99)
+    ),
+    max_size=60,
 )
 
 
@@ -35,14 +38,22 @@ def test_two_groups(start, events):
         if event == "add":
             manager.add([Request(made, made, 0, 5, 10**6)])
             made, quiet = made + 1, 0
-        elif event == "finish" and manager.requests:
-            manager.finish(manager.requests[number % len(manager.requests)])
+        elif event in ("finish", "withdraw") and manager.requests:
+            taken = manager.requests[number % len(manager.requests)]
+            getattr(manager, event)(taken)
+            if event == "withdraw":  # preempted: it comes back without its draft
+                drafted[taken.index] = verified.get(taken.index, 0)
+                manager.add([taken])
+            quiet = 0
+        elif event in ("one", "two"):
+            manager.groups = 1 if event == "one" else 2
             quiet = 0
         elif event == "step":
             before, running = manager.sizes(), list(manager.requests)
             step = run_step(manager)
             after = manager.sizes()
-            assert abs(after[0] - after[1]) <= abs(before[0] - before[1]), "a sit-out must lower the imbalance"
+            if manager.groups == 2:
+                assert abs(after[0] - after[1]) <= abs(before[0] - before[1]), "a sit-out must lower the imbalance"
             assert not running or step.verify or step.draft, "somebody always works"
             assert len({each.group for each in step.draft}) <= 1
             for each in step.draft:
@@ -52,12 +63,57 @@ def test_two_groups(start, events):
                 verified[each.index] = verified.get(each.index, 0) + 1
                 assert verified[each.index] == drafted[each.index]
             quiet += 1
-            if quiet >= 4:
+            if quiet >= 4 and manager.groups == 1:
+                assert not (step.verify and step.draft), "one group drafts and verifies in turn"
+                assert len(step.verify or step.draft) == len(running), "all of it"
+            elif quiet >= 4:
                 sizes = manager.sizes()
                 assert abs(sizes[0] - sizes[1]) <= 1, "balanced within two rounds of a change"
                 if quiet >= 6 and len(running) > 1:
                     assert step.verify and step.draft, "both halves work at each step"
                     assert {each.group for each in step.verify} != {each.group for each in step.draft}
+
+
+def test_switching_between_one_and_two_groups():
+    manager = BatchManager(groups=1)
+    manager.add(requests(6))
+    run_step(manager)
+    manager.groups = 2
+    assert len(run_step(manager).verify) == 6, "drafts that exist are verified"
+    assert len(run_step(manager).draft) == 3
+    halves = [run_step(manager) for _ in range(2)]
+    assert all(len(step.verify) == len(step.draft) == 3 for step in halves) and manager.balance == 1.0
+    manager.groups = 1
+    assert (len(run_step(manager).verify), len(run_step(manager).draft)) == (3, 6)
+    for count in (0, 3, None):
+        with pytest.raises(ValueError, match="1 or 2 groups"):
+            manager.groups = count
+
+
+def test_newcomers_join_the_smaller_group_and_of_equal_ones_that_with_less_text():
+    manager = BatchManager(groups=2)
+    short, long, third, ending = (Request(index, index, 0, length, 99) for index, length in enumerate((5, 50, 5, 98)))
+    manager.add([short, long, third])
+    assert [each.group for each in (short, long, third)] == [0, 1, 0]
+    manager.finish(third)
+    manager.add([third])
+    assert third.group == 0
+    ending.unread = [1]
+    manager.add([ending, fourth := Request(4, 4, 0, 5, 99)])
+    assert ending.group == 1 and fourth.group == 1, "a request about to end counts no more"
+
+
+def test_a_newcomer_beside_the_group_that_verifies_is_drafted_for_at_once():
+    manager = BatchManager(groups=2)
+    manager.add(requests(2))
+    run_step(manager)
+    for request in list(manager.requests):
+        if request.phase is Phase.NEEDS_DRAFT:
+            manager.finish(request)
+    newcomer = Request(7, 7, 0, 5, 99)
+    manager.add([newcomer])
+    newcomer.group = manager.requests[0].group
+    assert run_step(manager).draft == [newcomer]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
