@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from .api import generate, last_stats
-from .testing.pairs import measure_agreement, synthetic_pair
-from .workspace import release
+from ..api import generate, last_stats
+from ..testing.pairs import measure_agreement, synthetic_pair
+from ..workspace import release
 
 METHODS = ("hf-eager", "hf-static", "hf-assisted", "ar", "sd", "psd")
 
@@ -57,7 +57,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
 
-def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run_all(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measures every method at every batch size; returns settings, versions and rows, ready for JSON."""
     target, (drafter,) = synthetic_pair(
         settings.target,

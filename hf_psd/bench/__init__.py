@@ -1,0 +1,1 @@
+"""`hf-psd bench`: one run, the same prompts and models for plain transformers and for this package's modes."""
