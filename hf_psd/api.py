@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def generate(
         ending_streamer(kwargs.get("streamer")) as streamer,
     ):
         kwargs["streamer"] = streamer
-        ask = Ask(drafters, _resolve_mode(config, target, drafters), hooks, streamer)
+        ask = Ask(drafters, config, hooks, streamer)
         decode = functools.partial(_decode, psd_ask=ask)
         return plain_generate()(target, inputs, custom_generate=decode, **kwargs)
 
@@ -150,18 +150,13 @@ def _decode(
         engine = Engine(call, hooks := StepHookList())
         hooks.append(SelectionHook(selector, lambda: engine.roster.arms))
         hooks.append(StatsHook(call.stats))
+        if engine.pacer is not None:
+            hooks.append(engine.pacer)
         if psd_ask.streamer is not None:
             hooks.append(StreamHook(psd_ask.streamer, ledger))
         hooks.extend(psd_ask.hooks)
         engine.run()
     return shape_output(ledger, engine.kept, generation_config, input_ids.device, call.stats)
-
-
-def _resolve_mode(config: PSDConfig, target: PreTrainedModel, drafters: list[Drafter]) -> PSDConfig:
-    if config.mode != "auto":
-        return config
-    apart = any(drafter.device not in (None, input_device(target)) for drafter in drafters)
-    return replace(config, mode="psd" if apart else "sd")
 
 
 def _seed(config: PSDConfig, do_sample: bool) -> int:

@@ -14,6 +14,7 @@ from .graphs import signature
 from .hooks import StepContext, StepHookList
 from .lanes import HostRing
 from .ledger import Ledger
+from .pacing import Pacer, profile_of
 from .phases import BatchManager, Request
 from .roster import Roster
 from .runner import Rows, implementation_of, input_device, upload
@@ -31,7 +32,7 @@ class Call:
     Attributes:
         model: the target.
         drafters: drafters in the user's order.
-        config: settings; `mode` is resolved.
+        config: settings.
         prompts: [B, P] int64, left-padded, on the target's input device.
         padding: left-padding columns per row.
         sampler: the output law.
@@ -83,14 +84,17 @@ class Engine:
         self.manager = BatchManager(groups=2 if call.config.mode == "psd" else 1, drafting=drafting)
         self.roster = Roster(call.drafters if drafting else [], self.space, call.stats)
         if self.graphing:
-            self.space.seed.fill_(_signed(int(call.sampler.seed)))
-            call.sampler.seed = self.space.seed
+            seeds = {each: self.space.seed_on(each) for each in (device, *self.roster.lanes)}
+            for seed in seeds.values():
+                seed.fill_(_signed(int(call.sampler.seed)))
+            call.sampler.seed, call.sampler.seeds = seeds[device], seeds
         sampler = call.sampler
         known = signature(sampler.pipeline.processors)
         self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused)
         self.verifier = Verifier(self.runner, self.state, call.sampler, self.roster, eos)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
         call.ledger.kept = self.kept if call.keep_scores else None
+        self.pacer = self._pacer() if call.config.mode == "auto" else None
         self.step = -1
 
     def run(self) -> None:
@@ -98,7 +102,7 @@ class Engine:
         self.space.busy = True
         try:
             self.lane.begin()
-            self.roster.lane.begin()
+            self.roster.begin()
             self._start()
             while self._advance():
                 pass
@@ -124,7 +128,7 @@ class Engine:
         self.hooks.call("on_start", context)
         vocab = self.runner.vocab_size
         session = Session(self.space, call.sampler, vocab, self.law, self.roster.warn_once)
-        with self.lane.work():
+        with self.lane.work("prefill"):
             padding = upload(call.padding, device)
             request_ids = upload(call.request_ids, device)
             self.state.fill(call.prompts, padding, max_columns, request_ids)
@@ -159,15 +163,38 @@ class Engine:
             self.stats.notes.append(f"no CUDA graphs: {reason}")
         return False
 
+    def _pacer(self) -> Pacer:
+        """Steers a call of mode "auto": the modes that can pay on these devices, the likeliest first."""
+        config, sampler, device = self.call.config, self.call.sampler, self.runner.device
+        drafters = self.call.drafters
+        apart = any(drafter.device not in (None, device) for drafter in drafters)
+        key = (
+            tuple(
+                (drafter.signature, id(getattr(drafter, "model", None)), str(drafter.device)) for drafter in drafters
+            ),
+            config.selector if isinstance(config.selector, str) else type(config.selector),
+            *(config.gamma, sampler.do_sample, sampler.law, self.call.fused, self.graphing),
+            implementation_of(self.call.model),
+        )
+        modes = ("psd", "sd", "ar") if apart else ("sd", "ar", "psd") if device.type == "cuda" else ("sd", "ar")
+        return Pacer(
+            profile_of(self.call.model, key),
+            modes,
+            late=() if apart else ("psd",),
+            captures=lambda: self.space.captured,
+        )
+
     def _describe(self) -> None:
         call, stats = self.call, self.stats
-        stats.mode = call.config.mode
+        stats.mode = self.mode
         stats.by_drafter = [DrafterStats(drafter.name) for drafter in call.drafters]
         stats.placement = {"target": str(self.runner.device)}
         stats.placement |= {drafter.name: str(drafter.device or self.runner.device) for drafter in call.drafters}
 
     def _advance(self) -> bool:
         """One step: launch its work, then read what the step before it gave. False when there is nothing left."""
+        if self.pacer is not None:
+            self.pacer.steer(self.manager)
         step = self.manager.next_step()
         if not step.verify and not step.draft:
             left = len(self.ring) > 0
@@ -193,6 +220,8 @@ class Engine:
 
     def _plan(self, requests: list[Request]) -> Plan:
         """Asks the selector for budgets and clips them to what each row can still use; [] if nobody drafts."""
+        if self.pacer is not None and not self.pacer.drafting:
+            return []
         context = self._context(requests)
         context.step += 1
         self.hooks.call("before_draft", context)
@@ -212,7 +241,7 @@ class Engine:
         context.width = width
         slots = [request.slot for request in requests]
         graphs = self.space.verify_graphs if self.graphing else None
-        with self.lane.work():
+        with self.lane.work("verify"):
             rows = graphs.rows(slots) if graphs else Rows(slots, self.runner.device)
             context.slots = rows.slots[: len(slots)]
             context.drafts = self.state.draft_ids.index_select(0, context.slots)[:, : width - 1]
@@ -274,6 +303,11 @@ class Engine:
                 self.manager.finish(request)
         self.hooks.call("on_commit", context)
 
+    @property
+    def mode(self) -> str:
+        """The mode of the current step."""
+        return self.pacer.mode or "sd" if self.pacer is not None else self.call.config.mode
+
     def _context(self, requests: list[Request]) -> StepContext:
         return StepContext(
             self.step,
@@ -283,6 +317,8 @@ class Engine:
             stats=self.stats,
             batch_size=self.batch,
             balance=self.manager.balance if self.manager.groups == 2 else None,
+            mode=self.mode,
+            lanes=[self.lane, *self.roster.lanes.values()],
         )
 
 

@@ -35,6 +35,11 @@ class StepGraphs:
         self._numbers: dict[Hashable, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def captured(self) -> int:
+        """Number of graphs captured so far."""
+        return len(self._captured)
+
     def rows(self, slots: Sequence[int]) -> Rows:
         """The slots in a buffer that graphs read, filled up with the idle slot; valid until the next call."""
         size = bucket(len(slots))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .lanes import Lane
 from .phases import Request
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class StepContext:
         batch_size: rows of the call.
         prompts: [B, P] int64, in `on_start`.
         balance: size of the smaller group over the larger while two groups alternate, else None.
+        mode: "ar", "sd" or "psd", the mode of the current step.
+        lanes: in `on_start` and `on_end`, the target's lane and the drafters'.
     """
 
     step: int
@@ -53,6 +56,8 @@ class StepContext:
     batch_size: int = 0
     prompts: torch.Tensor | None = None
     balance: float | None = None
+    mode: str = "sd"
+    lanes: Sequence[Lane] = ()
 
 
 class StepHook:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,21 +14,30 @@ class Lane:
 
     Args:
         device: where the lane's work runs.
+        name: shown in timelines.
+
+    Attributes:
+        watch: called with the lane and the kind of work where a piece of work begins; what it returns is called where
+            it ends.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, name: str = ""):
+        self.device, self.name = device, name
+        self.watch: Callable[[Lane, str], Callable[[], None]] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
 
     @contextmanager
-    def work(self) -> Iterator[None]:
-        """Enqueues what runs inside on this lane."""
-        if self.stream is None:
+    def work(self, kind: str = "") -> Iterator[None]:
+        """Enqueues what runs inside on this lane. Work that has a kind shows in timelines."""
+        with ExitStack() as entered:
+            if self.stream is not None:
+                entered.enter_context(torch.cuda.device(self.device))
+                entered.enter_context(torch.cuda.stream(self.stream))
+            done = self.watch(self, kind) if self.watch is not None and kind else None
             yield
-        else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                yield
+            if done is not None:
+                done()
 
     def mark(self) -> None:
         """Marks the end of the work enqueued so far; `follow` on another lane waits for the newest mark."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .away import AwayTurns, pack_view, replayed
 from .drafters.base import Drafter, Outcome, Proposal, Session, Shape, Task
 from .lanes import Lane
 from .phases import Request
@@ -35,7 +36,10 @@ class Roster:
         self._session: Session | None = None
         self.announcers = [key for key, drafter in self.alive.items() if drafter.announces]
         self.lane = space.draft_lane
-        self._lanes: dict[torch.device, Lane] = {self.device: self.lane}
+        self.lanes: dict[torch.device, Lane] = {self.device: self.lane}
+        for drafter in self.drafters:
+            device = drafter.device or self.device
+            self.lanes.setdefault(device, space.lane_on(device))
         self._warned: set[str] = set()
 
     @property
@@ -46,6 +50,11 @@ class Roster:
     @property
     def needs_hidden_states(self) -> bool:
         return any(drafter.needs_hidden_states for drafter in self.alive.values())
+
+    def begin(self) -> None:
+        """Lets every lane start after what the caller has enqueued on its device."""
+        for lane in self.lanes.values():
+            lane.begin()
 
     def start(self, session: Session, view: View) -> None:
         """Begins the call; `view` shows all rows with their prompts."""
@@ -109,7 +118,7 @@ class Roster:
 
     def finish(self) -> None:
         """Ends the call for every drafter, also after an error."""
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.finish()
         for drafter, counts in zip(self.drafters, self.stats.by_drafter):
             counts.forwards = drafter.forwards
@@ -121,34 +130,57 @@ class Roster:
     def _can_replay(self, plan: Plan) -> bool:
         drafters = [self.alive[key] for key, _ in plan if key in self.alive]
         graphs = self.space.draft_graphs is not None and len(drafters) == len(plan)
-        return graphs and all(each.capturable and each.device in (None, self.device) for each in drafters)
+        return graphs and all(each.capturable and self._on_cuda(each) for each in drafters)
+
+    def _on_cuda(self, drafter: Drafter) -> bool:
+        return (drafter.device or self.device).type == "cuda"
 
     def _replay(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
         """The same as one graph: the host's part of every drafter, then one replay for all that the device does."""
         graphs, session, limits = self.space.draft_graphs, self._session, self.space.limits
         assert graphs is not None and session is not None
         slots = [request.slot for request in requests]
-        with self.lane.work():
+        with self.lane.work("draft"):
             rows = graphs.rows(slots)
+            away = [key for key, _ in plan if self.drafters[key].device not in (None, self.device)]
+            packed = graphs.run(("view", len(rows)), rows, lambda: pack_view(state.view(rows))) if away else None
+        self.lane.mark()
 
-            def view_of(index: list[int]) -> View:
-                return state.view(Rows([slots[row] for row in index], self.device))
+        def view_of(index: list[int]) -> View:
+            return state.view(Rows([slots[row] for row in index], self.device))
 
-            turns = []
-            for key, budgets in plan:
-                with self._retiring(key):
-                    shape = self.alive[key].prepare(requests, budgets, view_of)
-                    # Few widths, so that few graphs are captured; feeding a token again changes nothing.
-                    width = 2 if shape.width <= 2 else limits.gamma + 1
-                    shape = Shape(shape.budgets, width, shape.depth, limits.capacity - limits.gamma - 1)
+        turns: list[tuple[int, torch.Tensor | None, Shape | None]] = []
+        arrived: dict[int, Proposal] = {}
+        for key, budgets in plan:
+            drafter = self.alive[key]
+            with self._retiring(key):
+                if key in away:
+                    arrived[key] = self._turns_on(drafter.device).propose(
+                        drafter, key, requests, budgets, packed, session
+                    )
+                    turns.append((key, None, None))
+                    continue
+                with self.lane.work("draft"):
+                    shape = replayed(drafter.prepare(requests, budgets, view_of), limits.gamma, limits.capacity)
                     turns.append((key, graphs.numbers(key, shape.budgets, len(rows)), shape))
 
-            def turn() -> torch.Tensor:
-                view = state.view(rows)
-                proposals = [(key, self.drafters[key].propose(view, budget, shape)) for key, budget, shape in turns]
-                return _store(state, rows, proposals, session.vocab_size)
+        def turn() -> torch.Tensor:
+            view = state.view(rows)
+            proposals = [
+                (
+                    key,
+                    arrived[key]
+                    if budget is None or shape is None
+                    else self.drafters[key].propose(view, budget, shape),
+                )
+                for key, budget, shape in turns
+            ]
+            return _store(state, rows, proposals, session.vocab_size)
 
-            shapes = tuple((self.drafters[key].signature, shape.width, shape.depth) for key, _, shape in turns)
+        with self.lane.work("draft"):
+            shapes = tuple(
+                (self.drafters[key].signature, shape and (shape.width, shape.depth)) for key, _, shape in turns
+            )
             ids = graphs.run((session.law, len(rows), shapes), rows, turn)
         self.lane.mark()
         return ids[: len(slots)]
@@ -158,12 +190,19 @@ class Roster:
         """Signatures of the drafters that can still be chosen: what a captured verification tells."""
         return tuple(drafter.signature for drafter in self.alive.values())
 
+    def _turns_on(self, device: torch.device) -> AwayTurns:
+        """Replayed turns on another device, kept between calls with its graphs."""
+        graphs, kept = self.space.graphs_on(device), self.space.scratch
+        if ("away", device) not in kept or kept["away", device].graphs is not graphs:
+            kept["away", device] = AwayTurns(graphs, self.lane)
+        return kept["away", device]
+
     def _propose(self, drafter: Drafter, task: Task) -> Proposal:
         """Lets a drafter work on its own lane and brings what it drafted to the target's device."""
         device = drafter.device or self.device
-        lane = self._lanes.get(device) or self._open_lane(device)
+        lane = self.lanes[device]
         lane.follow(self.lane)
-        with lane.work():
+        with lane.work("draft"):
             if device != self.device:
                 rows = Rows(task.view.rows.numbers, device)
                 view = View(rows, *(lane.receive(tensor) for tensor in task.view.tensors()))
@@ -180,11 +219,6 @@ class Roster:
             )
         assert ids is not None
         return Proposal(ids, scores, proposal.point_mass, failed)
-
-    def _open_lane(self, device: torch.device) -> Lane:
-        lane = self._lanes[device] = Lane(device)
-        lane.begin()
-        return lane
 
     @contextmanager
     def _retiring(self, key: int) -> Iterator[None]:

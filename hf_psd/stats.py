@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,8 @@ class PSDStats:
     """What one call did.
 
     Attributes:
-        mode: "ar", "sd" or "psd", as it ran.
+        mode: "ar", "sd" or "psd"; under `mode="auto"` the one most of the target's forwards ran in.
+        forwards_by_mode: the target's decode forwards in each mode.
         rounds: row-rounds, that is verifications of one request each.
         target_forwards: decode forwards of the target (its prefill is not counted).
         draft_forwards: forwards of drafter models.
@@ -48,6 +50,7 @@ class PSDStats:
     """
 
     mode: str = "sd"
+    forwards_by_mode: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
@@ -105,6 +108,7 @@ class StatsHook(StepHook):
     def after_verify(self, context: StepContext) -> None:
         self.stats.seconds_verify += time.perf_counter() - self._clock
         self.stats.target_forwards += 1
+        self.stats.forwards_by_mode[context.mode] += 1
         if context.balance is not None:
             self._balances.append(context.balance)
 
@@ -116,6 +120,8 @@ class StatsHook(StepHook):
 
     def on_end(self, context: StepContext) -> None:
         self.stats.seconds = time.perf_counter() - self._began
+        if self.stats.forwards_by_mode:
+            self.stats.mode = self.stats.forwards_by_mode.most_common(1)[0][0]
         if self._balances:
             self.stats.balance = sum(self._balances) / len(self._balances)
 

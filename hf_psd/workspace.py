@@ -33,14 +33,40 @@ class Workspace:
         self.limits, self.graphs = limits, graphs
         self.runner = ModelRunner(model, limits.slots, limits.capacity)
         self.state = SequenceState(limits, device, pad_id)
-        self.lane, self.draft_lane = Lane(device), Lane(device)
-        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.lane, self.draft_lane = Lane(device, "target"), Lane(device, "draft")
+        self._lanes = {device: self.draft_lane}
+        self._seeds: dict[torch.device, torch.Tensor] = {}
+        self._graphs_away: dict[torch.device, StepGraphs] = {}
         self.scratch: dict[Any, Any] = {}
         self.busy = False
         self.fingerprint = fingerprint(model)
         self.verify_graphs = StepGraphs(self.lane, limits.slots - 1) if graphs else None
         self.draft_graphs = StepGraphs(self.draft_lane, limits.slots - 1) if graphs else None
         self._drafter_runners: dict[int, tuple[weakref.ref[PreTrainedModel], ModelRunner, Hashable]] = {}
+
+    def lane_on(self, device: torch.device) -> Lane:
+        """The lane drafters on `device` work on."""
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device, "draft")
+        return self._lanes[device]
+
+    def seed_on(self, device: torch.device) -> torch.Tensor:
+        """The call's seed on `device`, an int64 scalar that graphs read."""
+        if device not in self._seeds:
+            self._seeds[device] = torch.zeros((), dtype=torch.long, device=device)
+        return self._seeds[device]
+
+    def graphs_on(self, device: torch.device) -> StepGraphs:
+        """The graphs of draft turns on another CUDA device than the target's."""
+        if device not in self._graphs_away:
+            self._graphs_away[device] = StepGraphs(self.lane_on(device), self.limits.slots - 1)
+        return self._graphs_away[device]
+
+    @property
+    def captured(self) -> int:
+        """Number of graphs captured so far."""
+        graphs = [self.verify_graphs, self.draft_graphs, *self._graphs_away.values()]
+        return sum(each.captured for each in graphs if each is not None)
 
     def runner_for(self, model: PreTrainedModel, key: int) -> ModelRunner:
         """The runner of drafter number `key`, kept while that number means the same model."""
@@ -50,6 +76,7 @@ class Workspace:
             return known[1]
         if known is not None and self.draft_graphs is not None:
             self.draft_graphs = StepGraphs(self.draft_lane, self.limits.slots - 1)
+            self._graphs_away.clear()
         runner = ModelRunner(model, self.limits.slots, self.limits.capacity)
         self._drafter_runners[key] = (weakref.ref(model), runner, mark)
         return runner

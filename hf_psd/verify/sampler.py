@@ -36,10 +36,14 @@ class Sampler:
         do_sample: False is greedy.
         law: "rejection" or "coupled".
         seed: 64-bit key of the noise.
+
+    Attributes:
+        seeds: the seed on other devices, where it must lie in buffers that captured graphs read.
     """
 
     def __init__(self, pipeline: ProcessorPipeline, do_sample: bool, law: str, seed: int | torch.Tensor):
         self.pipeline, self.do_sample, self.law, self.seed = pipeline, do_sample, law, seed
+        self.seeds: dict[torch.device, torch.Tensor] = {}
         self._elsewhere: dict[torch.device, Sampler] = {}
 
     @property
@@ -50,7 +54,8 @@ class Sampler:
     def on(self, device: torch.device) -> Sampler:
         """The same law with its tensors on another device, for a drafter that lives there."""
         if device not in self._elsewhere:
-            seed = self.seed.to(device) if isinstance(self.seed, torch.Tensor) else self.seed
+            seed = self.seeds.get(device, self.seed)
+            seed = seed.to(device) if isinstance(seed, torch.Tensor) else seed
             self._elsewhere[device] = Sampler(self.pipeline.to(device), self.do_sample, self.law, seed)
         return self._elsewhere[device]
 

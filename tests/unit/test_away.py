@@ -1,0 +1,94 @@
+"""Draft turns on another device, with both devices played by the CPU and graphs by plain calls."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_psd.away import AwayTurns, pack_proposal, pack_view, replayed, unpack_view
+from hf_psd.drafters.base import Drafter, Proposal, Shape
+from hf_psd.lanes import Lane
+from hf_psd.phases import Request
+from hf_psd.runner import Rows
+from hf_psd.state import Limits, SequenceState
+
+CPU = torch.device("cpu")
+
+
+class PlainGraphs:
+    """Calls where `StepGraphs` would replay, on groups filled up to four rows."""
+
+    def __init__(self):
+        self.lane, self.names, self.kept = Lane(CPU, "draft"), [], {}
+
+    def rows(self, slots):
+        return Rows([*slots, *[5] * (4 - len(slots))], CPU)
+
+    def numbers(self, name, values, size):
+        return torch.tensor([*values, *[0] * (size - len(values))])
+
+    def run(self, name, rows, function):
+        self.names.append(name)
+        return function()
+
+
+class Counting(Drafter):
+    """Drafts the numbers after each row's last token, which shows whose state it saw."""
+
+    capturable = True
+
+    def __init__(self):
+        self.seen = []
+
+    def prepare(self, requests, budgets, view_of):
+        self.seen.append(view_of([1]).last_tokens(1)[0].tolist())
+        return Shape(list(budgets), 1, max(budgets), 9)
+
+    def propose(self, view, budget, shape):
+        last = view.last_tokens(1)[0]
+        steps = torch.arange(3)
+        ids = torch.where(steps < budget[:, None], last + 1 + steps, -1)
+        scores = torch.nn.functional.one_hot(ids.clamp(min=0), 60).float()
+        return Proposal(ids, scores, failed=view.request == 11)
+
+
+class Session:
+    limits, law = Limits(6, 12, 3), "law"
+
+
+def state():
+    state = SequenceState(Session.limits, CPU, 0)
+    prompts = torch.tensor([[0, 0, 7], [0, 8, 9], [1, 2, 3]])
+    state.fill(prompts, torch.tensor([2, 1, 0]), 12, torch.tensor([10, 11, 12]))
+    return state
+
+
+def test_packing_keeps_every_field():
+    view = state().view(Rows([2, 0], CPU))
+    again = unpack_view(view.rows, pack_view(view))
+    for ours, theirs in zip(view.tensors(), again.tensors()):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+def test_a_turn_away_drafts_from_the_rows_state_and_brings_ids_scores_and_failures_home():
+    here, graphs = state(), PlainGraphs()
+    turns, drafter = AwayTurns(graphs, Lane(CPU)), Counting()
+    requests = [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
+    packed = pack_view(here.view(graphs.rows([2, 1])))
+    proposal = turns.propose(drafter, 0, requests, [3, 2], packed, Session)
+    assert proposal.ids[:2].tolist() == [[4, 5, 6], [10, 11, -1]]
+    assert proposal.ids[2:].eq(-1).all()  # rows that fill the graph's size
+    assert proposal.scores[0].argmax(-1).tolist() == [4, 5, 6]
+    assert proposal.failed[:2].tolist() == [False, True]
+    assert drafter.seen == [[[9]]]
+    buffer = proposal.scores.data_ptr()
+    assert turns.propose(drafter, 0, requests, [1, 1], packed, Session).scores.data_ptr() == buffer
+
+
+def test_a_proposal_without_scores_or_failures_packs_too():
+    ids, scores = pack_proposal(Proposal(torch.tensor([[3, -1]])))
+    assert ids.tolist() == [[3, -1, 0]] and scores is None
+
+
+def test_replayed_shapes_have_two_widths_only():
+    widths = {replayed(Shape([1], width, 1, 0), 4, 40).width for width in range(1, 6)}
+    assert widths == {2, 5}
