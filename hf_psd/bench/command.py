@@ -14,7 +14,9 @@ docs/benchmarks/README.md says what is measured and what each column means.
 from __future__ import annotations
 
 import argparse
+from ast import literal_eval
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,12 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--time-limit", type=float, metavar="S", help="begin no point after so many seconds")
     how.add_argument("--resume", action="store_true", help="keep the points that --json has and measure the others")
     how.add_argument("--json", type=Path, default=Path("hf-psd-bench.json"), help="results file [%(default)s]")
+    how.add_argument("--psd", nargs="+", default=[], metavar="NAME=VALUE", help="more PSDConfig fields for our modes")
+    how.add_argument("--no-plans", action="store_true", help="do not ask the planner for its own account")
     how.add_argument("--no-plots", action="store_true", help="write no pictures")
     how.add_argument("--no-bar", action="store_true", help="show no progress bar")
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Measures, prints every row, writes JSON, report and pictures; 1 if a point failed."""
+def run(parsed: argparse.Namespace) -> None:
+    """Measures, prints every row, writes JSON, report and pictures."""
     settings = resolve(parsed)
     try:
         points = choose(all_points(settings), parsed.only, parsed.points)
@@ -83,18 +87,17 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
         numbers = {point: number for number, point in enumerate(all_points(settings), 1)}
         print("\n".join(f"{numbers[point]:>4}  {point.name}" for point in points))
-        return 0
+        return
     results = Results(parsed.json, settings)
     if parsed.resume:
         results.resume()
     limit = parsed.time_limit or (QUICK_SECONDS if parsed.quick else None)
-    Session(results, points, limit, bar=not parsed.no_bar).run()
+    Session(results, points, limit, bar=not parsed.no_bar, plans=not parsed.no_plans).run()
     results.save()
     parsed.json.with_suffix(".md").write_text(markdown(results))
     print(f"Wrote {parsed.json} and {parsed.json.with_suffix('.md')}.")
     if not parsed.no_plots:
         draw(results)
-    return 0
 
 
 def resolve(parsed: argparse.Namespace) -> Settings:
@@ -108,7 +111,7 @@ def resolve(parsed: argparse.Namespace) -> Settings:
         values["two_batches"] = parsed.batches
     if parsed.sampling:
         values["sampling"] = [kind == "sampled" for kind in ("greedy", "sampled") if parsed.sampling in (kind, "both")]
-    values["profile"] = None
+    values |= {"profile": None, "psd": [_setting(text) for text in parsed.psd] or None}
     return override(settings, **values)
 
 
@@ -116,12 +119,20 @@ def draw(results: Results) -> None:
     """Writes the pictures next to the results; says so where matplotlib is missing."""
     from .plots import plot_bars, plot_timeline
 
-    rows, path = list(results.rows.values()), results.path
+    rows, path = results.ordered(), results.path
     try:
         plot_bars(rows, path.with_suffix(".png"))
         plot_timeline(rows, path.with_name(path.stem + "-timeline.png"))
     except ImportError:
         print("No pictures: matplotlib is not installed.")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def _devices(parsed: argparse.Namespace, settings: Settings) -> list[str]:

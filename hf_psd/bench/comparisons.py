@@ -65,12 +65,13 @@ def identical(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def losses(rows: Sequence[Row]) -> list[Loss]:
-    """Every throughput, first call, time to the first token and memory figure in which another method beats ours.
+    """Where another method beats one of ours in throughput, first call, time to the first token or memory.
 
-    A method of ours is compared with all others at the same batch, sampling and layout, our own included; figures
-    within 1 % of each other count as equal. `replicas` rows stand against the two-device rows of the same batch.
+    A method of ours is compared with all others at the same batch, sampling and layout, in throughput with our own
+    too; `replicas` rows stand against the two-device rows of the same batch. Figures within 1 % of each other count
+    as equal. Of several that beat it in the same figure the best is named.
     """
-    found: list[Loss] = []
+    found: dict[tuple[str, str, str], Loss] = {}
     for row in rows:
         if row.method not in OURS or not row.good or row.layout not in (ONE, TWO):
             continue
@@ -79,8 +80,11 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
             place = other.layout == row.layout or (row.layout == TWO and other.layout == REPLICAS)
             if not same or not place or (other.gamma != row.gamma and other.method != "ar"):
                 continue
-            found += _worse(row, other)
-    return sorted(found, key=lambda loss: -loss.factor)
+            for loss in _worse(row, other):
+                key = (row.name, row.method, loss.what)
+                if key not in found or loss.factor > found[key].factor:
+                    found[key] = loss
+    return sorted(found.values(), key=lambda loss: (loss.what != "tokens/s", -loss.factor))
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:

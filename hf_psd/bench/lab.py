@@ -33,10 +33,6 @@ class Lab:
         self.agreement: float | None = None
 
     @property
-    def built(self) -> bool:
-        return self._target is not None
-
-    @property
     def target(self) -> PreTrainedModel:
         """The target, in eval mode on its device, with end tokens ignored."""
         if self._target is None:

@@ -38,7 +38,8 @@ def plot_bars(rows: Sequence[Row], path: Path) -> bool:
                 for batch in batches
             ]
             at = [group + (place - (len(labels) - 1) / 2) * width for group in range(len(batches))]
-            panel.bar(at, heights, width, label=label)
+            bars = panel.bar(at, heights, width, label=label)
+            panel.bar_label(bars, [f"{height:.0f}" if height else "" for height in heights], fontsize=6, rotation=90)
         panel.set_xticks(range(len(batches)), [f"{batch}" for batch in batches])
         panel.set_xlabel("requests in flight")
         panel.set_ylabel("tokens per second")

@@ -43,7 +43,8 @@ class Point:
 
     @property
     def devices_used(self) -> int:
-        alone = self.layout in (ONE, CAPPED_ONE) or (self.layout == CAPPED_TWO and self.method == "ar")
+        """Cards that work: plain decoding leaves the drafters' idle."""
+        alone = self.layout in (ONE, CAPPED_ONE) or (self.layout in (TWO, CAPPED_TWO) and self.method == "ar")
         return 1 if alone else 2
 
 

@@ -9,6 +9,7 @@ HF = ("hf-eager", "hf-static", "hf-assisted", "hf-lookup")
 RIVALS = ("flashspec", "flashspec-gamma")
 OURS = ("ar", "sd", "psd", "auto")
 EXTRA = ("hf-assisted-default",)
+GAMMALESS = ("hf-eager", "hf-static", "hf-lookup", "hf-assisted-default", "flashspec", "ar")
 METHODS = (*HF, *EXTRA, *RIVALS, *OURS)
 
 

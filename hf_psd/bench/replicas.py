@@ -90,6 +90,8 @@ class ReplicaPool:
         waited = 0.0
         while not pipe.poll(1.0):
             waited += 1.0
+            if not all(each.is_alive() for each in self.processes):
+                self.barrier.abort()  # who waits there for a dead one would wait in vain
             if not process.is_alive():
                 return f"it ended with exit code {process.exitcode}"
             if waited > _PATIENCE:

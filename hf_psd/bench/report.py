@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .comparisons import AUTO_MARGIN, capped_lines, identical, losses, ratios
+from .profiles import GAMMALESS
 from .rows import Results, Row
 
 _COLUMNS = (
@@ -46,7 +47,7 @@ def line(row: Row) -> str:
 
 def markdown(results: Results) -> str:
     """The whole report."""
-    rows, facts, settings = list(results.rows.values()), results.facts, results.settings
+    rows, facts, settings = results.ordered(), results.facts, results.settings
     parts = [
         f"# {settings.target} with {', '.join(settings.drafters)}: {settings.profile}",
         _machine(results),
@@ -83,7 +84,7 @@ def _cells(chosen: Sequence[Row], rows: Sequence[Row]) -> list[list[Any]]:
             [
                 row.batch,
                 "sampled" if row.sampled else "greedy",
-                f"{row.method}{f' ({row.mode})' if row.method == 'auto' and row.mode else ''}, gamma {row.gamma}",
+                _method(row),
                 row.tokens_per_second,
                 row.tokens_per_second_per_gpu,
                 row.tokens_per_second / base if base else None,
@@ -102,6 +103,11 @@ def _cells(chosen: Sequence[Row], rows: Sequence[Row]) -> list[list[Any]]:
             ]
         )
     return cells
+
+
+def _method(row: Row) -> str:
+    mode = f" ({row.mode})" if row.method == "auto" and row.mode else ""
+    return row.method + mode + ("" if row.method in GAMMALESS else f", gamma {row.gamma}")
 
 
 def _published(results: Results) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .points import Point
-from .profiles import Settings
+from .profiles import METHODS, Settings
 
 _FREE = (
     "repeat",
@@ -150,6 +150,20 @@ class Results:
         self.rows[row.name] = row
         self.save()
 
+    def ordered(self) -> list[Row]:
+        """The rows by layout, batch, sampling, method and gamma, whatever the order they came in."""
+        layouts = list(dict.fromkeys(row.layout for row in self.rows.values()))
+        return sorted(
+            self.rows.values(),
+            key=lambda row: (
+                layouts.index(row.layout),
+                row.batch,
+                row.sampled,
+                METHODS.index(row.method),
+                row.gamma,
+            ),
+        )
+
     def save(self) -> None:
         """Writes the file in one go: a reader or a crash never sees half of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +171,7 @@ class Results:
             "settings": asdict(self.settings),
             "environment": self.environment,
             "facts": self.facts,
-            "rows": [asdict(row) for row in self.rows.values()],
+            "rows": [asdict(row) for row in self.ordered()],
         }
         partial = self.path.with_name(self.path.name + ".part")
         partial.write_text(json.dumps(content, indent=1) + "\n")

@@ -19,7 +19,7 @@ from .flashspec import installed
 from .lab import Lab, free
 from .measure import fill_costs, fill_row, run_calls
 from .plans import explain_plan
-from .points import ONE, REPLICAS, Point
+from .points import REPLICAS, Point
 from .profiles import RIVALS
 from .replicas import ReplicaPool
 from .report import line
@@ -38,6 +38,7 @@ class Session:
         time_limit: seconds from now after which no further point begins; None is no limit.
         say: prints a line.
         bar: whether to show a progress bar.
+        plans: whether to ask the planner for its own account after "auto" was measured.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Session:
         time_limit: float | None = None,
         say: Callable[[str], None] = print,
         bar: bool = True,
+        plans: bool = True,
     ):
         self.results, self.settings = results, results.settings
         self.points = [point for point in points if not results.done(point)]
         self.began, self.time_limit = time.perf_counter(), time_limit
-        self.say, self.bar = say, bar
+        self.say, self.bar, self.plans = say, bar, plans
         most = max((point.batch for point in self.points), default=1)
         self.lab = Lab(self.settings, most, any(point.drafter for point in self.points))
         self.cap = CapExperiment(self.settings, self.lab)
@@ -144,12 +146,11 @@ class Session:
                 )
             finally:
                 decoder.close()
-        fill_row(row, found, [ended - began for began, ended in found.walls])
-        columns = float(prompts.mask.sum(1).float().mean())
-        alone = point.layout == ONE
-        bandwidth = self.results.facts["copy_bytes_per_second"] if alone else None
-        fill_costs(row, found, target, drafter, self._resident(devices), columns, bandwidth)
-        if point.method == "auto":
+            fill_row(row, found, [ended - began for began, ended in found.walls])
+            columns = float(prompts.mask.sum(1).float().mean())
+            bandwidth = self.results.facts["copy_bytes_per_second"] if point.devices_used == 1 else None
+            fill_costs(row, found, target, drafter, self._resident(devices), columns, bandwidth)
+        if self.plans and point.method == "auto" and not point.sampled and point.gamma == self.settings.gamma:
             self._note_plan(point, target, drafter)
 
     def _resident(self, devices: tuple[str, ...]) -> list[PreTrainedModel]:

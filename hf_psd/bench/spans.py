@@ -40,9 +40,13 @@ def overlap_share(spans: Sequence[Span]) -> float | None:
     return shared / shorter if shorter else None
 
 
-def idle_share(spans: Sequence[Span], lane: str = "target") -> float | None:
-    """Share of the time between a lane's first start and last end in which it was idle; None without that lane."""
-    busy = lanes(spans).get(lane)
+def idle_share(spans: Sequence[Span], kind: str = "verify") -> float | None:
+    """Share of the time between the first start and the last end in which the lane of that kind of work was idle.
+
+    None if there is no such lane.
+    """
+    lane = next((span[0] for span in spans if kind in span[1]), None)
+    busy = lanes(spans).get(lane or "")
     if not busy or busy[-1][1] == busy[0][0]:
         return None
     return 1.0 - _length(busy) / (busy[-1][1] - busy[0][0])
