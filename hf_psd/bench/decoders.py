@@ -14,7 +14,7 @@ from ..api import generate, last_stats, plain_generate
 from ..workspace import release
 from .clocks import TokenClock
 from .lab import free
-from .profiles import OURS, RIVALS, Settings
+from .profiles import METHODS, OURS, RIVALS, Settings
 from .prompts import Prompts
 
 LOOKUP_TOKENS = 10
@@ -52,7 +52,14 @@ class Decoder(Protocol):
 def make_decoder(
     method: str, settings: Settings, target: PreTrainedModel, drafter: PreTrainedModel, prompts: Prompts, sampled: bool
 ) -> Decoder:
-    """The decoder of a method; `settings.gamma` is its draft length."""
+    """The decoder of a method; `settings.gamma` is its draft length.
+
+    Raises:
+        ValueError: there is no such method.
+        ImportError: FlashSpec is asked for and not installed.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     if method in OURS:
         return OurDecoder(method, settings, target, drafter, prompts, sampled)
     if method in RIVALS:
