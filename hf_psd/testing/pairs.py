@@ -13,8 +13,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "kv_heads": 8, "vocab": 128256},
     "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
-    "qwen-32b": {"hidden": 5120, "intermediate": 27648, "layers": 64, "heads": 40, "kv_heads": 8, "vocab": 128256},
+    "qwen2.5-32b": {"hidden": 5120, "intermediate": 27648, "layers": 64, "heads": 40, "kv_heads": 8, "vocab": 152064},
+    "qwen2.5-7b": {"hidden": 3584, "intermediate": 18944, "layers": 28, "heads": 28, "kv_heads": 4, "vocab": 152064},
+    "qwen2.5-1.5b": {"hidden": 1536, "intermediate": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocab": 151936},
     "tinyllama-1.1b": {"hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "kv_heads": 4, "vocab": 32000},
+    "llama-68m": {"hidden": 768, "intermediate": 3072, "layers": 2, "heads": 12, "kv_heads": 12, "vocab": 32000},
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 8000},
     "tiny-drafter": {"hidden": 128, "intermediate": 256, "layers": 1, "heads": 4, "kv_heads": 2, "vocab": 8000},
 }
@@ -40,7 +43,7 @@ def synthetic_pair(
 
     Args:
         target: a name in `SHAPES`.
-        drafters: names in `SHAPES` of the same vocabulary, none wider than the target.
+        drafters: names in `SHAPES`, none wider than the target; they are built with the target's vocabulary.
         agreement: share of positions at which the first drafter's argmax is the target's, 0 .. 0.95.
         layers: build only so many layers of each model.
         dtype: of all weights.
@@ -53,8 +56,8 @@ def synthetic_pair(
     """
     torch.manual_seed(seed)
     big = _build(SHAPES[target], layers, dtype, device)
-    small = [_build(SHAPES[name], layers, dtype, device) for name in drafters]
     width, vocab = SHAPES[target]["hidden"], SHAPES[target]["vocab"]
+    small = [_build(SHAPES[name] | {"vocab": vocab}, layers, dtype, device) for name in drafters]
     with torch.no_grad():
         embedding = torch.randn(vocab, width, device=device, dtype=torch.float32)
         head = torch.randn(vocab, width, device=device, dtype=torch.float32) * (_SHARPNESS / math.sqrt(width))
