@@ -219,7 +219,8 @@ def disable() -> None:
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate_or_speculate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not {"psd", "assistant_models", "psd_hooks"} & kwargs.keys():
+        ours = {"psd", "assistant_models", "psd_hooks"} & kwargs.keys()
+        if not ours or (isinstance(kwargs.get("custom_generate"), str) and kwargs.get("psd") is not True):
             return original(self, *args, **kwargs)
         return _dispatch(original, self, *args, **kwargs)
 
