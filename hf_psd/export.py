@@ -48,9 +48,9 @@ tags:
 
 ## Description
 
-Drafts tokens with one or several small models, or by looking them up in the text, and verifies them with the model itself, for left-padded
-batches of any size. Greedy output is token-identical to plain `generate` in float32; sampled output follows the same law. These are the
-modules of `hf_psd` $version under flat names.
+Drafts tokens with one or several small models, or by looking them up in the text, and verifies them with the model
+itself, for left-padded batches of any size. Greedy output is token-identical to plain `generate` in float32; sampled
+output follows the same law. These are the modules of `hf_psd` $version under flat names.
 
 ## Base model
 
@@ -58,12 +58,12 @@ None: the method works with any model that is compatible.
 
 ## Model compatibility
 
-Decoder-only models whose KV cache can be rolled back. A model that cannot be served is refused with the reason. Prompts are padded on the
-left.
+Decoder-only models whose KV cache can be rolled back. A model that cannot be served is refused with the reason.
+Prompts are padded on the left.
 
 ## Additional arguments
 
-- `assistant_models` (list): causal language models, or `"prompt_lookup"`, which is also what is used when the list is left out.
+- `assistant_models` (list): causal language models, or `"prompt_lookup"`, which is also the default.
 - `psd` (dict): settings, such as `dict(gamma=4, mode="sd")`; `False` decodes plainly.
 - `psd_hooks` (list): observers of the steps.
 - `assistant_tokenizers` (list, with `tokenizer`): for drafters whose token ids are not the model's.
@@ -80,7 +80,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-1.7B-Instruct", padding_side="left")
 model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-1.7B-Instruct", device_map="auto")
 drafter = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct", device_map="auto")
-inputs = tokenizer(["The capital of France is", "One, two, three,"], return_tensors="pt", padding=True).to(model.device)
+texts = ["The capital of France is", "One, two, three,"]
+inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
 output = model.generate(
     **inputs, custom_generate="path/or/name of this repository", trust_remote_code=True,
     assistant_models=["prompt_lookup", drafter], max_new_tokens=64,
