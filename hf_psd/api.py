@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from .selection import SelectionHook
 from .stats import PSDStats, StatsHook
 from .streaming import StreamHook, ending_streamer
 from .support import choose_attention
+from .turns import cache_of, covered, fill
 from .verify.processors import ProcessorPipeline
 from .verify.sampler import Sampler
 
@@ -47,11 +49,13 @@ class Ask:
     config: PSDConfig
     hooks: list[StepHook]
     streamer: Any
+    cache_given: bool
 
 
 def generate(
     model: PreTrainedModel,
     inputs: torch.Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
     *,
     assistant_models: Sequence[Any] | None = None,
     psd: PSDConfig | Mapping[str, Any] | bool = True,
@@ -66,6 +70,7 @@ def generate(
     Args:
         model: a decoder-only causal LM (LoRA-wrapped and compiled models too).
         inputs: [B, P] int64 prompt ids, left-padded, as in `generate`; or pass `input_ids=` and `attention_mask=`.
+        generation_config: as in `generate`.
         assistant_models: drafters in order: causal LMs with the target's token ids, `"prompt_lookup"`, or `Drafter`
             objects. None means prompt lookup alone.
         psd: True, a `PSDConfig` or a dict of its fields.
@@ -80,6 +85,8 @@ def generate(
             argument.
     """
     config = PSDConfig.resolve(psd)
+    if generation_config is not None:
+        kwargs["generation_config"] = generation_config
     target = resolve_target(model, plain_generate(), kwargs)
     refuse_arguments(target, kwargs)
     drafters = resolve_drafters(target, assistant_models, kwargs)
@@ -91,7 +98,7 @@ def generate(
         ending_streamer(kwargs.get("streamer")) as streamer,
     ):
         kwargs["streamer"] = streamer
-        ask = Ask(drafters, config, hooks, streamer)
+        ask = Ask(drafters, config, hooks, streamer, cache_given=cache_of(kwargs) is not None)
         decode = functools.partial(_decode, psd_ask=ask)
         return plain_generate()(target, inputs, custom_generate=decode, **kwargs)
 
@@ -129,6 +136,9 @@ def _decode(
     seed = _seed(config, generation_config.do_sample)
     sampler = Sampler(pipeline, generation_config.do_sample, config.verification, seed)
     as_dict = generation_config.return_dict_in_generate
+    cache = cache_of(model_kwargs)
+    if psd_ask.cache_given:
+        covered(cache, prompts)
     call = Call(
         model,
         psd_ask.drafters,
@@ -139,6 +149,7 @@ def _decode(
         ledger,
         request_ids,
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
+        cache=cache if psd_ask.cache_given else None,
     )
     _last_stats = call.stats
     selector = make_selector(config, seed, len(psd_ask.drafters))
@@ -156,7 +167,10 @@ def _decode(
             hooks.append(StreamHook(psd_ask.streamer, ledger))
         hooks.extend(psd_ask.hooks)
         engine.run()
-    return shape_output(ledger, engine.kept, generation_config, input_ids.device, call.stats)
+        if cache is not None and (as_dict or psd_ask.cache_given):
+            lengths = [prompts.shape[1] + len(row) for row in ledger.rows]
+            fill(cache, engine.runner, padding, lengths, ledger.sequences())
+    return shape_output(ledger, engine.kept, generation_config, input_ids.device, call.stats, cache)
 
 
 def _seed(config: PSDConfig, do_sample: bool) -> int:
@@ -169,10 +183,12 @@ def _seed(config: PSDConfig, do_sample: bool) -> int:
 def _request_ids(config: PSDConfig, batch: int) -> list[int]:
     if config.request_ids is None:
         return list(range(batch))
-    ids = [int(number) for number in config.request_ids]
-    if len(ids) != batch or min(ids) < 0 or max(ids) >= 2**31:
+    ids = list(config.request_ids)
+    ints = all(isinstance(number, int) and not isinstance(number, bool) for number in ids)
+    if not ints or len(ids) != batch or len(set(ids)) != batch or min(ids) < 0 or max(ids) >= 2**31:
         raise ValueError(
-            f"psd: request_ids must be {batch} ints in 0 .. 2**31 - 1, one per row, got {config.request_ids!r}."
+            f"psd: request_ids must be {batch} ints in 0 .. 2**31 - 1, one per row and no two alike (rows with the "
+            f"same id would share their noise), got {config.request_ids!r}."
         )
     return ids
 
@@ -197,7 +213,8 @@ def disable() -> None:
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate_or_speculate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not {"psd", "assistant_models", "psd_hooks"} & kwargs.keys():
+        ours = {"psd", "assistant_models", "psd_hooks"} & kwargs.keys()
+        if not ours or (isinstance(kwargs.get("custom_generate"), str) and kwargs.get("psd") is not True):
             return original(self, *args, **kwargs)
         return _dispatch(original, self, *args, **kwargs)
 
@@ -215,19 +232,23 @@ def _dispatch(
     **kwargs: Any,
 ) -> Any:
     if psd is not None and psd is not False:
-        return generate(
-            model, *_only_inputs(args), assistant_models=assistant_models, psd=psd, psd_hooks=psd_hooks, **kwargs
-        )
+        kwargs |= _by_name(original, args, kwargs)
+        return generate(model, assistant_models=assistant_models, psd=psd, psd_hooks=psd_hooks, **kwargs)
     for name, given in (("assistant_models", assistant_models is not None), ("psd_hooks", bool(psd_hooks))):
         if psd is None and given:
             raise ValueError(f"{name} needs psd=True (or psd=False to decode plainly).")
     return original(model, *args, **kwargs)
 
 
-def _only_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(args) > 1:
-        raise TypeError("psd: pass the arguments of generate after `inputs` by keyword.")
-    return args
+def _by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments of transformers' `generate` by their names; a `TypeError` as Python's own if that fails."""
+    names = [*inspect.signature(original).parameters][1:-1]
+    if len(args) > len(names):
+        raise TypeError(f"generate() takes at most {len(names)} positional arguments, got {len(args)}.")
+    given = dict(zip(names, args))
+    for name in given.keys() & kwargs.keys():
+        raise TypeError(f"generate() got multiple values for argument {name!r}.")
+    return given
 
 
 class PSDGenerationMixin:

@@ -16,6 +16,7 @@ from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
 from .runner import input_embedding
 from .support import check_supported
+from .turns import cache_of, check_cache
 
 _REFUSED = {
     "assistant_model": "pass drafters as assistant_models=[...] only.",
@@ -23,8 +24,6 @@ _REFUSED = {
     "custom_generate": "psd is itself a generation method; drop one of the two.",
     "prompt_lookup_num_tokens": "pass assistant_models=['prompt_lookup'] and set gamma.",
     "inputs_embeds": "drafters need token ids; pass input_ids.",
-    "past_key_values": "a cache of an earlier turn is not read; pass the whole text as input_ids.",
-    "cache": "a cache of an earlier turn is not read; pass the whole text as input_ids.",
     "position_ids": "positions follow from the attention mask; leave them out.",
     "adapter_names": "per-row adapters assume that the whole batch runs at once; use one adapter for all rows.",
     "synced_gpus": "ranks would run different numbers of steps; use plain generate.",
@@ -71,6 +70,8 @@ def _resolve_drafter(entry: Any, number: int) -> Drafter:
     name = f"assistant_models[{number}]"
     if isinstance(entry, ModelDrafter) and entry.model is None:
         raise ValueError(f"{name}: the drafter's model is gone; keep a reference to it, or pass the model itself.")
+    if isinstance(entry, ModelDrafter):
+        return entry.keyed(number)
     if isinstance(entry, Drafter):
         return entry
     if isinstance(entry, str):
@@ -110,13 +111,15 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"psd: {name} cannot be used with psd; {advice}")
-    cache = kwargs.get("cache_implementation")
-    if cache is None:
-        cache = getattr(kwargs.get("generation_config"), "cache_implementation", None)
-    if cache not in (None, "dynamic"):
+    implementation = kwargs.get("cache_implementation")
+    if implementation is None:
+        implementation = getattr(kwargs.get("generation_config"), "cache_implementation", None)
+    if implementation not in (None, "dynamic"):
         raise ValueError(
-            f"psd: cache_implementation={cache!r} cannot be combined with psd, which keeps its own cache."
+            f"psd: cache_implementation={implementation!r} cannot be combined with psd, which keeps its own cache."
         )
+    if cache_of(kwargs) is not None:
+        check_cache(cache_of(kwargs))
     tokenizer = kwargs.get("tokenizer")
     for number, other in enumerate(kwargs.pop("assistant_tokenizers", None) or []):
         if tokenizer is None or tokenizer.get_vocab() != other.get_vocab():
@@ -154,15 +157,22 @@ def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tens
     """Left-padding columns of each row of `prompts` [B, P]; checks ids, mask [B, P] and length."""
     columns = prompts.shape[1]
     vocab = input_embedding(model).shape[0]
-    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
+    if mask.shape != prompts.shape:
+        raise ValueError(
+            f"psd: attention_mask must be {list(prompts.shape)} like input_ids, got {list(mask.shape)}; pass the "
+            "whole text as input_ids and one number per token."
+        )
     real = mask.bool()
     padding = (~real).sum(1)
     expected = torch.arange(columns, device=prompts.device) >= padding[:, None]
     outside = ((prompts < 0) | (prompts >= vocab)) & real
-    empty, holes, strange, longest = torch.stack(
-        [(padding == columns).any(), (real != expected).any(), outside.any(), (columns - padding).max()]
+    graded = (mask != 0) & (mask != 1)
+    empty, holes, strange, weighed, longest = torch.stack(
+        [(padding == columns).any(), (real != expected).any(), outside.any(), graded.any(), (columns - padding).max()]
     ).tolist()
+    if weighed:
+        raise ValueError("psd: attention_mask must hold 0 and 1 alone; plain `generate` serves graded masks.")
     if empty:
         raise ValueError("psd: attention_mask has a row without any token; every row needs a prompt.")
     if holes:
@@ -172,11 +182,20 @@ def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tens
         )
     if strange:
         raise ValueError(f"psd: input_ids must lie in 0 .. {vocab - 1}, the target's vocabulary.")
+    window = learned_positions(model)
     if window is not None and longest > window:
         raise ValueError(
             f"psd: a prompt of {longest} tokens is longer than the model's {window} positions; shorten it."
         )
     return padding.tolist()
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Positions a model has weights for; None if it computes them (RoPE), so that it may run past its length."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 @contextmanager

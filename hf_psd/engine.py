@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from .attention import FAST
 from .config import PSDConfig
@@ -20,6 +21,7 @@ from .roster import Roster
 from .runner import Rows, implementation_of, input_device, upload
 from .selection import Plan
 from .stats import DrafterStats, PSDStats
+from .turns import load
 from .verification import Verifier
 from .verify.sampler import Judgement, Sampler
 from .workspace import obtain
@@ -39,6 +41,7 @@ class Call:
         ledger: the host's record, which also knows how the call ends.
         request_ids: noise key per row.
         keep_scores: whether processed scores and raw logits of each new token are wanted.
+        cache: a checked cache of an earlier turn, which covers the prompts' first columns.
         fused: whether fused operators stand in for the models' own during the call.
     """
 
@@ -51,6 +54,7 @@ class Call:
     ledger: Ledger
     request_ids: list[int]
     keep_scores: bool = False
+    cache: DynamicCache | None = None
     fused: bool = False
     stats: PSDStats = field(default_factory=PSDStats)
 
@@ -107,11 +111,22 @@ class Engine:
             while self._advance():
                 pass
             self.stats.emitted = sum(map(len, self.call.ledger.rows))
-        finally:
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    def _close(self, failure: BaseException | None) -> None:
+        """Ends the call; hooks that fail at their end do not hide what failed before."""
+        try:
             self.space.busy = False
             self.lane.finish()
             self.roster.finish()
             self.hooks.end(self._context([]))
+        except BaseException as error:
+            if failure is None:
+                raise
+            warnings.warn(f"psd: {type(error).__name__} at the end of a call that had failed: {error}", stacklevel=2)
 
     def _start(self) -> None:
         """Reads the prompts: all but their last token, which the first verification feeds."""
@@ -134,7 +149,8 @@ class Engine:
             self.state.fill(call.prompts, padding, max_columns, request_ids)
             rows = Rows(range(batch), device)
             positions = torch.arange(columns, device=device) - padding[:, None]
-            self.runner.feed(rows, call.prompts[:, :-1], positions[:, :-1], columns)
+            known = load(call.cache, self.runner, rows, padding) if call.cache is not None else 0
+            self.runner.feed(rows, call.prompts[:, known:-1], positions[:, known:-1], columns)
             self.roster.start(session, self.state.view(rows))
         self.lane.mark()
         self.manager.add(requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 import torch
@@ -37,9 +37,13 @@ def ending_streamer(streamer: Any) -> Iterator[OnceEnded | None]:
     once = None if streamer is None else OnceEnded(streamer)
     try:
         yield once
-    finally:
+    except BaseException:
         if once is not None:
-            once.end()
+            with suppress(Exception):  # what failed first is what the caller must hear of
+                once.end()
+        raise
+    if once is not None:
+        once.end()
 
 
 class StreamHook(StepHook):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -26,7 +27,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel, key: int):
         self._model, self.key = weakref.ref(model), key
-        self.name = f"model:{type(model).__name__}#{key}"
+        self.name = _name(model, key)
         self.device = input_device(model)
         self._runner: ModelRunner | None = None
 
@@ -34,6 +35,16 @@ class ModelDrafter(Drafter):
     def model(self) -> PreTrainedModel | None:
         """The drafter's model; the caller keeps it alive."""
         return self._model()
+
+    def keyed(self, key: int) -> ModelDrafter:
+        """The same drafter under another number; itself if that is its number already."""
+        if self.key == key:
+            return self
+        other = copy.copy(self)
+        other.key = key
+        if self.name == _name(self.model, self.key):
+            other.name = _name(self.model, key)
+        return other
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -149,3 +160,7 @@ class ModelDrafter(Drafter):
             return view
         rows = Rows([view.rows.numbers[row] for row in index], self.device)
         return view.subset(rows, upload(index, self.device))
+
+
+def _name(model: PreTrainedModel, key: int) -> str:
+    return f"model:{type(model).__name__}#{key}"

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaForCausalLM
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from zoo import GREEDY, P4, Recorder, assert_plain, noisy, shared, tiny
 
 import hf_psd
@@ -300,7 +300,20 @@ def test_under_other_modes_of_torch():
         torch.set_default_dtype(torch.float32)
 
 
-def test_positional_arguments_after_the_inputs_are_refused():
-    ids = P4()["input_ids"]
-    with pytest.raises(TypeError, match="by keyword"):
-        shared("llama").generate(ids, None, psd=True)
+def test_positional_arguments():
+    inputs, target = P4(), shared("llama")
+    config = GenerationConfig(**GREEDY, max_new_tokens=9)
+    processors, rest = LogitsProcessorList([Ban()]), dict(attention_mask=inputs["attention_mask"])
+    expected = target.generate(inputs["input_ids"], config, processors, **rest).tolist()
+    assert target.generate(inputs["input_ids"], config, processors, **rest, psd=True).tolist() == expected
+    rest["logits_processor"] = processors
+    assert hf_psd.generate(target, inputs["input_ids"], config, **rest).tolist() == expected
+    with pytest.raises(TypeError, match="multiple values for argument 'generation_config'"):
+        target.generate(inputs["input_ids"], config, generation_config=config, psd=True)
+    with pytest.raises(TypeError, match="at most"):
+        target.generate(*[None] * 20, psd=True)
+
+
+class Ban(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.index_fill(1, torch.tensor([38, 49]), -100.0)

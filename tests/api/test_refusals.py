@@ -97,6 +97,9 @@ PSD = {
     "seed type": (dict(seed="a"), ValueError, "seed must fit 64 bits, got 'a'"),
     "too few request ids": (dict(request_ids=[1, 2]), ValueError, "request_ids must be 4 ints"),
     "negative request id": (dict(request_ids=[1, 2, 3, -1]), ValueError, "request_ids must be 4 ints"),
+    "request id twice": (dict(request_ids=[1, 2, 3, 1]), ValueError, "request_ids must be 4 ints.*no two alike"),
+    "request id 1.5": (dict(request_ids=[1, 2, 3, 1.5]), ValueError, "request_ids must be 4 ints"),
+    "request id True": (dict(request_ids=[0, True, 2, 3]), ValueError, "request_ids must be 4 ints"),
     "one": (1, TypeError, "psd must be True, a PSDConfig or a dict"),
     "text": ("psd", TypeError, "psd must be True, a PSDConfig or a dict of its fields, got str"),
     "None in a dict": (dict(mode=None), ValueError, "mode must be one of"),
@@ -133,7 +136,7 @@ GENERATE = {
         dict(generation_config=GenerationConfig(cache_implementation="paged")),
         "cache_implementation='paged'",
     ),
-    "cache object": (dict(past_key_values=Static()), "past_key_values.*whole text"),
+    "cache object": (dict(past_key_values=Static()), "must be a plain DynamicCache"),
     "custom_generate": (dict(custom_generate=lambda *args, **kwargs: None), "custom_generate"),
     "contrastive": (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha"),
     "guidance": (dict(guidance_scale=1.5), "guidance_scale"),
@@ -169,7 +172,7 @@ def test_cache_implementations_in_the_models_own_config():
 def test_cache_made_by_the_user_is_refused():
     cache = StaticCache(config=shared("llama").config, max_cache_len=32)
     for name in ("past_key_values", "cache"):
-        refused(ValueError, name, psd=True, **{name: cache})
+        refused(ValueError, "plain DynamicCache, .*got StaticCache", psd=True, **{name: cache})
 
 
 def test_encoder_decoder():
@@ -194,6 +197,18 @@ INPUTS = {
     "empty row": (
         dict(input_ids=torch.tensor([[5, 6], [0, 0]]), attention_mask=torch.tensor([[1, 1], [0, 0]])),
         "attention_mask has a row without any token",
+    ),
+    "mask of another shape": (
+        dict(input_ids=torch.tensor([[5, 6], [7, 8]]), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]])),
+        r"attention_mask must be \[2, 2\] like input_ids, got \[2, 3\]",
+    ),
+    "graded mask": (
+        dict(input_ids=torch.tensor([[5, 6], [7, 8]]), attention_mask=torch.tensor([[1, 1], [1, 2]])),
+        "attention_mask must hold 0 and 1 alone",
+    ),
+    "graded mask of floats": (
+        dict(input_ids=torch.tensor([[5, 6], [7, 8]]), attention_mask=torch.tensor([[1, 1], [0.5, 1]])),
+        "attention_mask must hold 0 and 1 alone",
     ),
     "id too large": (dict(input_ids=torch.tensor([[5, 64]]), attention_mask=None), r"input_ids must lie in 0 \.\. 63"),
     "negative id": (dict(input_ids=torch.tensor([[5, -1]]), attention_mask=None), r"input_ids must lie in 0 \.\. 63"),

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
-from zoo import GREEDY, P4, noisy, tiny
+from zoo import GREEDY, P4, Fixed, noisy, prompts, tiny
 
 import hf_psd
 from hf_psd import workspace
@@ -148,3 +148,58 @@ def test_kept_buffers_are_for_the_weights_they_were_made_for(target):
 
 def test_lookups_of_other_lengths_are_other_drafters():
     assert PromptLookup(3, 2).signature != PromptLookup(5, 1).signature
+
+
+class Failing(hf_psd.StepHook):
+    def __init__(self, *events):
+        for event in events:
+            setattr(self, event, self.fail(event))
+
+    @staticmethod
+    def fail(event):
+        def failing(context):
+            raise KeyError(event)
+
+        return failing
+
+
+class FailingStreamer:
+    def put(self, value):
+        if value.dim() == 1:
+            raise OSError("put")
+
+    def end(self):
+        raise OSError("end")
+
+
+def test_the_first_error_is_the_one_that_is_raised(target):
+    for first in ("on_start", "before_draft", "after_draft", "before_verify", "after_verify", "on_commit"):
+        with pytest.raises(KeyError, match=first), pytest.warns(UserWarning, match="KeyError at the end of a call"):
+            target.generate(**ASK, psd=True, psd_hooks=[Failing(first, "on_end")])
+    with pytest.raises(KeyError, match="on_end"):
+        target.generate(**ASK, psd=True, psd_hooks=[Failing("on_end")])
+    with pytest.raises(OSError, match="put"), pytest.warns(UserWarning, match="OSError at the end of a call"):
+        target.generate(**ASK, psd=True, streamer=FailingStreamer())
+
+
+def test_drafters_of_the_users_own_are_numbered_by_their_place(target):
+    near, far = noisy(target, 0.03), tiny("llama", 11)
+    made = [ModelDrafter(near, 0), ModelDrafter(far, 0)]
+    for drafters in (made, [made[0], made[0]], [far, made[0]], made[::-1]):
+        selector = Fixed((0, 1))
+        plain, ours = both(target, drafters, dict(selector=selector))
+        assert torch.equal(plain, ours) and not hf_psd.last_stats().errors
+        names = [by.name for by in hf_psd.last_stats().by_drafter]
+        assert [name[-2:] for name in names] == ["#0", "#1"] and all(
+            by.drafted for by in hf_psd.last_stats().by_drafter
+        )
+    assert [drafter.key for drafter in made] == [0, 0]
+
+
+def test_prompts_past_the_configured_positions():
+    """Rotary positions are computed, so plain `generate` only warns; learned ones run out."""
+    for family in ("llama", "mistral", "gemma2"):
+        target = tiny(family, max_position_embeddings=16)
+        ask = prompts(3, seed=1, max_len=30) | GREEDY | dict(max_new_tokens=8)
+        assert ask["input_ids"].shape[1] > 16
+        assert torch.equal(target.generate(**ask, psd=True), target.generate(**ask))
