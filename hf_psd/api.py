@@ -119,6 +119,7 @@ def _decode(
     prompts = input_ids.to(device)
     padding = left_padding(model, prompts, model_kwargs.get("attention_mask"))
     request_ids = _request_ids(config, prompts.shape[0])
+    _check_tags(config, prompts.shape[0])
     pad = generation_config._pad_token_tensor
     rules = StopRules.sort(stopping_criteria)
     rules.max_columns = max(rules.max_columns, prompts.shape[1] + 1)  # plain `generate` emits a token before it asks
@@ -141,7 +142,7 @@ def _decode(
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
     )
     _last_stats = call.stats
-    selector = make_selector(config, seed, len(psd_ask.drafters))
+    selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
     fusing = models_to_fuse(models, config.fused_ops)
     call.fused = bool(fusing)
@@ -180,6 +181,14 @@ def _request_ids(config: PSDConfig, batch: int) -> list[int]:
             f"psd: request_ids must be {batch} ints in 0 .. 2**31 - 1, one per row, got {config.request_ids!r}."
         )
     return ids
+
+
+def _check_tags(config: PSDConfig, batch: int) -> None:
+    tags = config.context
+    if not (tags is None or isinstance(tags, str)) and not (
+        len(tags) == batch and all(isinstance(tag, str) for tag in tags)
+    ):
+        raise ValueError(f"psd: context must be a tag or {batch} tags, one per row, got {tags!r}.")
 
 
 def plain_generate() -> Callable[..., Any]:
