@@ -126,6 +126,7 @@ def _decode(
     prompts = input_ids.to(device)
     padding = left_padding(model, prompts, model_kwargs.get("attention_mask"))
     request_ids = _request_ids(config, prompts.shape[0])
+    _check_tags(config, prompts.shape[0])
     pad = generation_config._pad_token_tensor
     rules = StopRules.sort(stopping_criteria)
     rules.max_columns = max(rules.max_columns, prompts.shape[1] + 1)  # plain `generate` emits a token before it asks
@@ -152,7 +153,7 @@ def _decode(
         cache=cache if psd_ask.cache_given else None,
     )
     _last_stats = call.stats
-    selector = make_selector(config, seed, len(psd_ask.drafters))
+    selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
     fusing = models_to_fuse(models, config.fused_ops)
     call.fused = bool(fusing)
@@ -191,6 +192,14 @@ def _request_ids(config: PSDConfig, batch: int) -> list[int]:
             f"same id would share their noise), got {config.request_ids!r}."
         )
     return ids
+
+
+def _check_tags(config: PSDConfig, batch: int) -> None:
+    tags = config.context
+    if not (tags is None or isinstance(tags, str)) and not (
+        len(tags) == batch and all(isinstance(tag, str) for tag in tags)
+    ):
+        raise ValueError(f"psd: context must be a tag or {batch} tags, one per row, got {tags!r}.")
 
 
 def plain_generate() -> Callable[..., Any]:

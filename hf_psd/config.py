@@ -20,12 +20,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # Settings whose machinery is not built yet accept only the value that describes today's behaviour.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "reward": ("acceptance",),
     "compile": (False,),
     "max_batch_size": (None,),
     "block_size": (None,),
     "kv_memory": (None,),
 }
+
+AUTO_GAMMAS = (0, 1, 2, 4, 8)
+"""Draft lengths that `gamma="auto"` chooses from."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class PSDConfig:
     """Settings of one speculative call, given as `psd=PSDConfig(...)`, `psd={...}` or `psd=True` (all defaults).
 
     Attributes:
-        gamma: Draft tokens per row and round, an int >= 1. Rows whose drafts keep failing draft fewer.
+        gamma: Draft tokens per row and round, an int >= 1. Rows whose drafts keep failing draft fewer. `"auto"`: at
+            most 8, chosen each round; a bandit then chooses pairs of drafter and 0, 1, 2, 4 or 8 tokens, by goodput.
         mode: `"ar"` decodes plainly, `"sd"` drafts and verifies the whole batch in turn, `"psd"` alternates two halves
             of the batch. `"auto"` is `"psd"` if a drafter lives on another device than the target, else `"sd"`.
         verification: How sampled drafts are judged; the output law is the target's either way. `"rejection"`:
@@ -44,9 +47,11 @@ class PSDConfig:
             model drafter, several models in turn), the name of a bandit (`hf_psd.bandit.names()`), a bandit instance,
             which keeps what it has learnt, a class or object with `select` and `update`, or one with `plan` and
             `feedback` (`hf_psd.selection.Selector`).
-        reward: What a learning selector maximises; only `"acceptance"` is served yet.
+            A name may carry options: `"sw_ucb:window=100,min_dwell=4,hysteresis=0.02"`.
+        reward: What a bandit maximises: `"acceptance"`, the accepted share of the drafted tokens, or `"goodput"`,
+            tokens per second of the round, as measured.
         per_request: Bandits learn and choose per request instead of per group.
-        context: A tag; bandits keep statistics per tag.
+        context: A tag, or one per row (after `num_return_sequences` expansion); bandits keep statistics per tag.
         seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
         request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row
             number.
@@ -66,13 +71,13 @@ class PSDConfig:
         ValueError: a value outside the allowed ones, or one that this version does not serve yet.
     """
 
-    gamma: int = 4
+    gamma: int | str = 4
     mode: str = "auto"
     verification: str = "rejection"
     selector: Any = "composite"
     reward: str = "acceptance"
     per_request: bool = False
-    context: str | None = None
+    context: str | Sequence[str] | None = None
     seed: int | None = None
     request_ids: Sequence[int] | None = None
     max_batch_size: int | None = None
@@ -88,9 +93,13 @@ class PSDConfig:
             _require(name, getattr(self, name), allowed, "must be one of")
         for name, allowed in _NOT_YET.items():
             _require(name, getattr(self, name), allowed, "is not served by this version except as")
-        if isinstance(self.gamma, bool) or not isinstance(self.gamma, int) or self.gamma < 1:
-            raise ValueError(f"psd: gamma must be an int >= 1, got {self.gamma!r}; mode='ar' decodes without drafts.")
-        if isinstance(self.selector, str) and self.selector not in ("composite", *bandit.names()):
+        if self.gamma != "auto" and (
+            isinstance(self.gamma, bool) or not isinstance(self.gamma, int) or self.gamma < 1
+        ):
+            raise ValueError(
+                f"psd: gamma must be an int >= 1 or \"auto\", got {self.gamma!r}; mode='ar' decodes without drafts."
+            )
+        if isinstance(self.selector, str) and self.selector.partition(":")[0] not in ("composite", *bandit.names()):
             known = ", ".join(("composite", *bandit.names()))
             raise ValueError(f"psd: selector must be one of {known}, or a selector object, got {self.selector!r}.")
         if not isinstance(self.selector, str) and not any(
@@ -101,8 +110,21 @@ class PSDConfig:
                 "psd: a selector object needs the methods plan and feedback, or select and update; got "
                 f"{self.selector!r}."
             )
+        if self.gamma == "auto" and self.reward != "goodput" and self._by_bandit:
+            raise ValueError(
+                "psd: gamma='auto' with a bandit needs reward='goodput': accepted shares cannot compare draft lengths."
+            )
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
             raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
+
+    @property
+    def most_drafts(self) -> int:
+        """The most draft tokens a row can get in a round."""
+        return max(AUTO_GAMMAS) if self.gamma == "auto" else int(self.gamma)
+
+    @property
+    def _by_bandit(self) -> bool:
+        return self.selector != "composite" and not hasattr(self.selector, "plan")
 
     @classmethod
     def resolve(cls, psd: PSDConfig | Mapping[str, Any] | bool) -> PSDConfig:

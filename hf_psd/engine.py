@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import FAST
+from .clock import RoundClock
 from .config import PSDConfig
 from .drafters.base import Drafter, Session
 from .graphs import signature
@@ -19,7 +20,7 @@ from .pacing import Pacer, profile_of
 from .phases import BatchManager, Request
 from .roster import Roster
 from .runner import Rows, implementation_of, input_device, upload
-from .selection import Plan
+from .selection import Plan, check_plan
 from .stats import DrafterStats, PSDStats
 from .turns import load
 from .verification import Verifier
@@ -75,7 +76,7 @@ class Engine:
     def __init__(self, call: Call, hooks: StepHookList):
         self.call, self.hooks, self.stats = call, hooks, call.stats
         rules, batch = call.ledger.rules, call.prompts.shape[0]
-        self.gamma = int(call.config.gamma)
+        self.gamma = call.config.most_drafts
         self.batch = batch
         self.graphing = self._may_graph()
         self.space = obtain(call.model, batch, rules.max_columns, self.gamma, call.ledger.pad_id, self.graphing)
@@ -83,7 +84,7 @@ class Engine:
         self.runner, self.state, self.lane = self.space.runner, self.space.state, self.space.lane
         device = self.runner.device
         eos = torch.tensor(rules.eos_ids, dtype=torch.long, device=device) if rules.eos_ids else None
-        self.ring = HostRing(device)
+        self.ring, self.clock = HostRing(device), RoundClock()
         drafting = call.config.mode != "ar"
         self.manager = BatchManager(groups=2 if call.config.mode == "psd" else 1, drafting=drafting)
         self.roster = Roster(call.drafters if drafting else [], self.space, call.stats)
@@ -242,7 +243,7 @@ class Engine:
         context.step += 1
         self.hooks.call("before_draft", context)
         plan: Plan = []
-        for key, budgets in context.plan or []:
+        for key, budgets in check_plan(context.plan, len(requests), len(self.roster.drafters), "a before_draft hook"):
             clipped = [max(0, min(budget, self.gamma, request.room)) for budget, request in zip(budgets, requests)]
             if key in self.roster.alive and any(clipped):
                 plan.append((key, clipped))
@@ -311,6 +312,7 @@ class Engine:
             context.drafted.append(drafted)
             context.accepted.append(accepted)
             context.source.append(source if drafted else None)
+        context.seconds = self.clock.lap(verification.step, verification.requests, self.ring.landed)
         if not context.requests:
             return
         ledger.settle()

@@ -31,6 +31,8 @@ class StepContext:
         drafted: in `on_commit`, how many drafts each request had.
         accepted: in `on_commit`, how many of them were accepted, before the end of the text cut any.
         source: in `on_commit`, the drafter each request's drafts came from, None if there were none.
+        seconds: in `on_commit`, from the end of these requests' previous verification to the end of this one; None
+            where there was none.
         stream: the CUDA stream the work runs on, None on CPU.
         stats: the call's statistics so far.
         batch_size: rows of the call.
@@ -51,6 +53,7 @@ class StepContext:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     source: list[int | None] = field(default_factory=list)
+    seconds: float | None = None
     stream: Any = None
     stats: Any = None
     batch_size: int = 0

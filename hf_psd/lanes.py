@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,20 +80,25 @@ class Lane:
 
 
 class HostRing:
-    """Small int64 results on their way to the host, read one step late."""
+    """Small int64 results on their way to the host, read one step late.
+
+    Attributes:
+        landed: when the packet read last was there: an event with timing, on the CPU `time.perf_counter()`.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._flying: list[tuple[Any, torch.Tensor, torch.cuda.Event | None]] = []
+        self._flying: list[tuple[Any, torch.Tensor, torch.cuda.Event | float]] = []
+        self.landed: torch.cuda.Event | float = 0.0
 
     def push(self, label: Any, packet: torch.Tensor) -> None:
         """Starts copying `packet` (int64, on the device) to the host; call it on the lane that made it."""
         if self._device.type != "cuda":
-            self._flying.append((label, packet, None))
+            self._flying.append((label, packet, time.perf_counter()))
             return
         pinned = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True)
         pinned.copy_(packet, non_blocking=True)
-        landed = torch.cuda.Event()
+        landed = torch.cuda.Event(enable_timing=True)
         landed.record()
         packet.record_stream(torch.cuda.current_stream())
         self._flying.append((label, pinned, landed))
@@ -107,7 +113,7 @@ class HostRing:
 
     def pop(self) -> tuple[Any, list[list[int]]]:
         """The oldest packet, as rows of ints. This is the one place where the host waits for the device."""
-        label, packet, landed = self._flying.pop(0)
-        if landed is not None:
-            landed.synchronize()
+        label, packet, self.landed = self._flying.pop(0)
+        if isinstance(self.landed, torch.cuda.Event):
+            self.landed.synchronize()
         return label, packet.tolist()

@@ -2,84 +2,160 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import bandit
-from .config import PSDConfig
-from .phases import Request
+from .config import AUTO_GAMMAS, PSDConfig
+from .phases import Phase, Request
 from .selection import Arm, CompositeSelector, Feedback, Plan, Selector
 
 
+@dataclass(eq=False)
+class Pull:
+    """A choice on its way to its verification: the arm, the context it was chosen in, the requests it drafts for."""
+
+    arm: int
+    context: Hashable
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def lost(self) -> bool:
+        """Whether no verification of it can be told any more."""
+        return all(request.phase is Phase.DONE for request in self.requests)
+
+
 class BanditSelector:
-    """A `Selector` whose arms are the call's drafters and whose reward is the accepted share of the drafted tokens.
+    """A `Selector` that lets a bandit choose among the call's drafters, or among pairs of drafter and gamma.
 
     An arm is fixed before its drafts are drawn, and its reward comes a step late; with two groups, two pulls are in
-    flight. A row for which the chosen drafter had nothing to offer counts as one draft that was not accepted.
+    flight. The reward is the accepted share of the drafted tokens, where a row for which the chosen drafter had
+    nothing to offer counts as one draft that was not accepted; or tokens per second of the round. A pull whose
+    verification never comes is taken back. Rows that can use no draft any more are no part of a pull.
+
+    Rounds share statistics if they agree in `context`, in greedy or sampled decoding and, under goodput, in the size
+    of the group (rounded up to a power of two), on which the time of a round depends and acceptance does not.
 
     Args:
         spec: name, instance or class, see `hf_psd.bandit.resolve`.
-        n_drafters: drafters of the call, each an arm.
+        config: settings of the call.
+        n_drafters: drafters of the call.
         seed: of the bandit's own random numbers.
-        per_request: let every request have a bandit context, and so a drafter, of its own.
-        context: the user's tag; rounds with different tags share nothing.
+        sampled: whether the call samples.
     """
 
-    def __init__(
-        self, spec: Any, n_drafters: int, seed: int | None, per_request: bool = False, context: str | None = None
-    ):
-        self.per_request, self.context = per_request, context
-        self.bandit = bandit.resolve(spec, n_drafters, seed)
+    def __init__(self, spec: Any, config: PSDConfig, n_drafters: int, seed: int | None, sampled: bool):
+        self.config, self.sampled = config, sampled
+        drafters = range(n_drafters)
+        if config.gamma == "auto":
+            self.arms = bandit.enumerate_arms(n_drafters, AUTO_GAMMAS)
+        else:
+            self.arms = [bandit.Arm(drafter, int(config.gamma)) for drafter in drafters]
+        self.bandit = _bandit(spec, len(self.arms), seed, config.reward)
+        self.pull_stats: dict[str, Any] | None = None
         self._retired: list[int] = []
-        self._flying: dict[int, deque[int]] = defaultdict(deque)
+        self._open: list[Pull] = []
+        self._flying: dict[int, deque[Pull]] = defaultdict(deque)
 
     def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
-        alive = {arm.key for arm in arms}
-        for number in [arm for arm in self.bandit.active_arms if arm not in alive]:
-            self.bandit.retire(number)
-            self._retired.append(number)
+        self._retire_all_but({arm.key for arm in arms})
+        self._take_back([pull for pull in self._open if pull.lost])
         if not self.bandit.active_arms:
             return []
-        contexts = dict.fromkeys(map(self._context_of, requests))
-        chosen = {context: self.bandit.select(context) for context in contexts}
+        pulls: dict[Hashable, Pull] = {}
         budgets: dict[int, list[int]] = {}
         for row, request in enumerate(requests):
-            arm = chosen[self._context_of(request)]
-            self._flying[request.index].append(arm)
-            budgets.setdefault(arm, [0] * len(requests))[row] = gamma
+            if request.room <= 0:
+                continue
+            context = self._context_of(request, len(requests))
+            if context not in pulls:
+                pulls[context] = Pull(self.bandit.select(context), context)
+            pull = pulls[context]
+            pull.requests.append(request)
+            self._flying[request.index].append(pull)
+            arm = self.arms[pull.arm]
+            if arm.drafter is not None:
+                budgets.setdefault(arm.drafter, [0] * len(requests))[row] = arm.gamma
+        self._open += pulls.values()
         return list(budgets.items())
 
     def feedback(self, results: Sequence[Feedback]) -> None:
-        accepted: Counter[tuple[int, Hashable]] = Counter()
-        judged: Counter[tuple[int, Hashable]] = Counter()
+        landed: dict[Pull, list[Feedback]] = {}
         for result in results:
-            flying = self._flying[result.request.index]
+            flying = self._flying.get(result.request.index)
             if flying:
-                pull = flying.popleft(), self._context_of(result.request)
-                accepted[pull] += result.accepted
-                judged[pull] += max(result.drafted, 1)
-        for pull, weight in judged.items():
-            arm, context = pull
-            self.bandit.update(arm, accepted[pull] / weight, weight, context)
+                landed.setdefault(flying.popleft(), []).append(result)
+        for pull, rows in landed.items():
+            reward, weight = self._reward(rows)
+            self.bandit.update(pull.arm, reward, weight, pull.context)
+            if pull in self._open:
+                self._open.remove(pull)
 
     def end(self) -> None:
-        """The call is over: drafters that failed in it may serve the next one."""
+        """The call is over: pulls without a verdict do not count, drafters that failed may serve the next call."""
+        self._take_back(self._open)
+        self.pull_stats = self.bandit.stats() | {"arms": [str(arm) for arm in self.arms]}
         for number in self._retired:
             self.bandit.revive(number)
+        if self.config.per_request:  # requests of the next call are others, whatever their numbers
+            for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[0] == _REQUEST]:
+                self.bandit.forget(context)
         self._retired.clear()
+        self._flying.clear()
 
-    def _context_of(self, request: Request) -> Hashable:
-        if not self.per_request:
-            return self.context
-        return (self.context or "", request.index)
+    def _reward(self, rows: Sequence[Feedback]) -> tuple[float, float]:
+        if self.config.reward == "goodput":
+            seconds = rows[0].seconds
+            return bandit.goodput(sum(row.emitted for row in rows), seconds) if seconds else (0.0, 0.0)
+        drafted = sum(max(row.drafted, 1) for row in rows)
+        return sum(row.accepted for row in rows) / drafted, float(drafted)
+
+    def _context_of(self, request: Request, group_size: int) -> Hashable:
+        tag = self.config.context
+        if tag is not None and not isinstance(tag, str):
+            tag = tag[request.index]
+        size = group_size if self.config.reward == "goodput" else 1
+        shared = bandit.context_key(size, self.sampled, tag)
+        return (_REQUEST, request.index, *shared) if self.config.per_request else shared
+
+    def _retire_all_but(self, alive: set[int]) -> None:
+        for number in self.bandit.active_arms:
+            drafter = self.arms[number].drafter
+            if drafter is not None and drafter not in alive:
+                self.bandit.retire(number)
+                self._retired.append(number)
+
+    def _take_back(self, pulls: Sequence[Pull]) -> None:
+        for pull in list(pulls):
+            self._open.remove(pull)
+            self.bandit.cancel(pull.arm, pull.context)
+            for request in pull.requests:
+                if pull in self._flying[request.index]:
+                    self._flying[request.index].remove(pull)
+                if request.phase is Phase.DONE:
+                    self._flying.pop(request.index, None)
 
 
-def make_selector(config: PSDConfig, seed: int | None, n_drafters: int) -> Selector:
+_REQUEST = "request"
+
+
+def _bandit(spec: Any, n_arms: int, seed: int | None, reward: str) -> bandit.BaseSelector[Any]:
+    if not isinstance(spec, bandit.BaseSelector):
+        return bandit.resolve(spec, n_arms, seed, reward=reward)
+    if spec.reward != reward:
+        raise ValueError(
+            f"psd: the selector was made with reward={spec.reward!r}, but the call has reward={reward!r}."
+        )
+    return bandit.resolve(spec, n_arms, seed)
+
+
+def make_selector(config: PSDConfig, seed: int | None, n_drafters: int, sampled: bool) -> Selector:
     """The object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
     spec = config.selector
     if spec == "composite":
         return CompositeSelector()
     if not isinstance(spec, (str, type)) and hasattr(spec, "plan") and hasattr(spec, "feedback"):
         return spec
-    return BanditSelector(spec, n_drafters, seed, config.per_request, config.context)
+    return BanditSelector(spec, config, n_drafters, seed, sampled)

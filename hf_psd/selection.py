@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from numbers import Integral
+from typing import Any, Protocol
 
 from .hooks import StepContext, StepHook
 from .phases import Request
@@ -27,16 +28,57 @@ class Arm:
 
 @dataclass(frozen=True)
 class Feedback:
-    """How the drafts of one request fared: `accepted` of `drafted` tokens by drafter `arm` (None: no drafts)."""
+    """How the drafts of one request fared.
+
+    Attributes:
+        request: the request.
+        arm: the drafter of its drafts, None if there were none.
+        drafted, accepted: tokens.
+        emitted: new tokens, the target's own included.
+        seconds: from the end of the group's verification before to the end of this one; None in its first round.
+    """
 
     request: Request
     arm: int | None
     drafted: int
     accepted: int
+    emitted: int = 0
+    seconds: float | None = None
 
 
 Plan = list[tuple[int, list[int]]]
 """Drafters in order of preference, each with a budget per row; a row takes the drafts of the first that has any."""
+
+
+def check_plan(plan: Any, rows: int, drafters: int, author: str) -> Plan:
+    """The plan with plain ints.
+
+    Args:
+        plan: what a selector or hook wants done for the next draft turn; None is an empty plan.
+        rows: requests in the turn.
+        drafters: drafters of the call, those that failed included.
+        author: who made the plan, for the message.
+
+    Raises:
+        ValueError: it is no list of (drafter, one int budget per row) pairs.
+    """
+    checked: Plan = []
+    try:
+        for key, budgets in [] if plan is None else plan:
+            if not isinstance(key, Integral) or not 0 <= int(key) < drafters:
+                raise ValueError(f"drafter {key!r}")
+            if len(budgets) != rows:
+                raise ValueError(f"{len(budgets)} budgets for drafter {key}")
+            for budget in budgets:
+                if not isinstance(budget, Integral):
+                    raise ValueError(f"the budget {budget!r} for drafter {key}")
+            checked.append((int(key), [int(budget) for budget in budgets]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"psd: {author} made a plan that cannot be followed ({error}). A plan is a list of (drafter, budgets): a "
+            f"drafter from 0 to {drafters - 1} and one int per row, here for {rows} rows; got {plan!r}."
+        ) from error
+    return checked
 
 
 class Selector(Protocol):
@@ -144,13 +186,16 @@ class SelectionHook(StepHook):
         self.selector, self.arms = selector, arms
 
     def before_draft(self, context: StepContext) -> None:
-        context.plan = self.selector.plan(context.requests, self.arms(), context.gamma)
+        plan = self.selector.plan(context.requests, self.arms(), context.gamma)
+        drafters = len(context.stats.by_drafter)
+        context.plan = check_plan(plan, len(context.requests), drafters, f"selector {type(self.selector).__name__}")
 
     def on_commit(self, context: StepContext) -> None:
-        rows = zip(context.requests, context.source, context.drafted, context.accepted)
-        self.selector.feedback([Feedback(*row) for row in rows])
+        rows = zip(context.requests, context.source, context.drafted, context.accepted, map(len, context.emitted))
+        self.selector.feedback([Feedback(*row, context.seconds) for row in rows])
 
     def on_end(self, context: StepContext) -> None:
         end = getattr(self.selector, "end", None)
         if end is not None:
             end()
+        context.stats.selector = getattr(self.selector, "pull_stats", None)

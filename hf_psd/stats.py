@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .hooks import StepContext, StepHook
 
@@ -45,6 +46,8 @@ class PSDStats:
         seconds_draft, seconds_verify, seconds: host time spent in each part and in all; launches only, on CUDA.
         balance: mean size of the smaller group over the larger, over the steps; 1.0 in one group's modes.
         placement: device of the target and of each drafter.
+        selector: pulls, means, switches and regret against the best fixed arm (`hf_psd.bandit` selectors' `stats()`),
+            with the `arms`' names; None for other selectors.
         errors: what went wrong without ending the call.
         notes: what was decided on the user's behalf.
     """
@@ -63,6 +66,7 @@ class PSDStats:
     seconds: float = 0.0
     balance: float = 1.0
     placement: dict[str, str] = field(default_factory=dict)
+    selector: dict[str, Any] | None = None
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
@@ -152,8 +156,18 @@ def summary(stats: PSDStats) -> str:
         f"  {by.name}: {by.acceptance:.0%} of {by.drafted} drafts in {by.rounds} rounds"
         for by in _used(stats.by_drafter)
     ]
+    if stats.selector is not None:
+        lines += _pulls(stats.selector)
     return "\n".join(lines + [f"  error: {error}" for error in stats.errors])
 
 
 def _used(drafters: Sequence[DrafterStats]) -> list[DrafterStats]:
     return [drafter for drafter in drafters if drafter.rounds]
+
+
+def _pulls(selector: dict[str, Any]) -> list[str]:
+    """A bandit's choices: its regret, and pulls and mean reward of each arm that was tried."""
+    regret = "unknown" if selector["regret"] is None else f"{selector['regret']:.1f} tokens"
+    lines = [f"  {selector['selector']}: {selector['switches']} switches, regret {regret}"]
+    rows = zip(selector["arms"], selector["pulls"], selector["means"])
+    return lines + [f"    {arm}: {pulls} pulls, mean {mean:.3g}" for arm, pulls, mean in rows if mean is not None]

@@ -57,7 +57,11 @@ class AdaptedSelector(BaseSelector[Table]):
             self.inner.load_state_dict(state_dict["inner"])  # type: ignore[attr-defined]
 
     def _decide(self, table: Table) -> int:
-        arm = check_arm(_call(self.inner.select, context=self._context), self.n_arms)
+        chosen = _call(self.inner.select, context=self._context)
+        try:
+            arm = check_arm(chosen, self.n_arms)
+        except ValueError as error:
+            raise ValueError(f"{type(self.inner).__name__}.select() gave {error}") from error
         if arm in self._active:
             return arm
         if not self._warned:

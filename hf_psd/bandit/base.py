@@ -187,6 +187,15 @@ class BaseSelector(Generic[TableT]):
         self._landed(table, arm)
         table.pulls[arm] -= 1
 
+    @property
+    def contexts(self) -> list[Hashable]:
+        """Contexts that have statistics."""
+        return list(self._tables)
+
+    def forget(self, context: Hashable = None) -> None:
+        """Drop all that is known of a context, its pulls in flight included."""
+        self._tables.pop(check_context(context), None)
+
     def add_arm(self) -> int:
         """Add an arm to every context and return its number."""
         arm = self.n_arms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 from .adapter import AdaptedSelector
@@ -38,12 +39,14 @@ def make(name: str, n_arms: int, seed: int | None = None, **options: Any) -> Bas
     """A new selector with a state of its own.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, also with options in JSON: "sw_ucb:window=100,min_dwell=4".
         n_arms, seed, options: see `BaseSelector` and the selector's class.
 
     Raises:
         ValueError: an unknown name or option, or an option out of range.
     """
+    name, _, written = name.partition(":")
+    options = _read(written) | options
     kind = SELECTORS.get(name)
     if kind is None:
         raise ValueError(f"selector {name!r} is unknown; allowed are {', '.join(SELECTORS)}.")
@@ -81,6 +84,14 @@ def resolve(spec: Any, n_arms: int, seed: int | None = None, **options: Any) -> 
             "select() and update(arm, reward)."
         )
     return AdaptedSelector(spec, n_arms, seed, **options)
+
+
+def _read(written: str) -> dict[str, Any]:
+    pairs = [option.partition("=") for option in written.split(",") if option]
+    try:
+        return {key: json.loads(value) for key, _, value in pairs}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"selector options {written!r}: allowed is name=value,name=value, values in JSON.") from error
 
 
 def _options(kind: type[BaseSelector[Any]]) -> list[str]:

@@ -121,12 +121,10 @@ def play(selector: Any, experiment: Experiment, rewards: Sequence[Sequence[float
 
 def build(spec: str, n_arms: int, seed: int, reward: str = "acceptance") -> Any:
     """A selector from "name" or "name:option=value,option=value"; the references are naive_ucb1 and naive_thompson."""
-    name, _, options = spec.partition(":")
-    if is_reference(name):
-        rng = random.Random(f"{name} {seed}")
-        return NaiveUCB1(n_arms, rng) if name == "naive_ucb1" else NaiveThompson(n_arms, rng)
-    pairs = (option.partition("=") for option in options.split(",") if option)
-    return make(name, n_arms, seed, reward=reward, **{key: json.loads(value) for key, _, value in pairs})
+    if is_reference(spec):
+        rng = random.Random(f"{spec} {seed}")
+        return NaiveUCB1(n_arms, rng) if spec == "naive_ucb1" else NaiveThompson(n_arms, rng)
+    return make(spec, n_arms, seed, reward=reward)
 
 
 def is_reference(spec: str) -> bool:

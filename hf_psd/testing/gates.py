@@ -161,6 +161,7 @@ NARROW = Setting(partial(llama, 0, 64), WIDE.kwargs, prompt=WIDE.prompt, joint_t
 
 COUPLED = {"verification": "coupled"}
 TWO_GROUPS = {"mode": "psd"}
+AUTO = {"gamma": "auto", "reward": "goodput"}
 
 GATES: dict[str, Gate] = {
     "main": Gate(101, MAIN, psd={"gamma": 2}, tokens=3, samples=40_960, pairs=True),
@@ -199,6 +200,27 @@ GATES: dict[str, Gate] = {
     "wide-drafter": Gate(130, NARROW, lambda: [llama(3, 72)], {"gamma": 2}),
     "thompson": Gate(131, MAIN, lambda: [near(), wrong()], {"gamma": 2, "per_request": True}, lambda: "thompson"),
     "ucb1": Gate(132, MAIN, lambda: [near(), wrong()], dict(TWO_GROUPS, gamma=2), lambda: "ucb1"),
+    "peeking-choice": Gate(
+        133,
+        Setting(target, HOT, joint_tokens=2),
+        lambda: [flat(), wrong()],
+        {"gamma": 2},
+        lambda: toys.PeekingChoice(8),
+    ),
+    "every-bandit": Gate(
+        134, MAIN, lambda: [near(), wrong()], dict(TWO_GROUPS, gamma=2), lambda: toys.EveryBandit(2, gamma=2)
+    ),
+    "every-bandit-per-request": Gate(
+        135,
+        MAIN,
+        lambda: [near(), wrong()],
+        {"gamma": 2},
+        lambda: toys.EveryBandit(2, gamma=2, per_request=True),
+        tokens=5,
+    ),
+    "gamma-auto": Gate(
+        136, MAIN, lambda: [near(), wrong()], dict(AUTO, per_request=True), lambda: "thompson", tokens=6
+    ),
 }
 """Gates by name, each with its published seed."""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from .. import bandit
+from ..config import PSDConfig
 from ..hooks import StepContext, StepHook
+from ..learning import BanditSelector
 from ..phases import Request
 from ..selection import Arm, Feedback, Plan
 
@@ -160,3 +164,47 @@ class Peeking(FullDepth, StepHook):
     def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
         depths = [gamma if self.seen.pop(request.index, self.half) >= self.half else 0 for request in requests]
         return [(arms[0].key, depths)]
+
+
+class PeekingChoice(Peeking):
+    """Looks at every draft like `Peeking`, and lets it decide which of two drafters draws next."""
+
+    def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
+        liked = [self.seen.pop(request.index, self.half) >= self.half for request in requests]
+        return [
+            (arms[0].key, [gamma * like for like in liked]),
+            (arms[-1].key, [gamma * (not like) for like in liked]),
+        ]
+
+
+class EveryBandit(FullDepth):
+    """Rows take turns among all shipped bandits, each with one bandit of every kind for its rows.
+
+    Args:
+        n_drafters: drafters of the call.
+        config: settings of the call that the bandits follow.
+    """
+
+    def __init__(self, n_drafters: int, **config: Any) -> None:
+        super().__init__()
+        settings = PSDConfig(**config)
+        self.selectors = [BanditSelector(name, settings, n_drafters, 0, sampled=True) for name in bandit.names()]
+
+    def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
+        merged = {arm.key: [0] * len(requests) for arm in arms}
+        for turn, selector in enumerate(self.selectors):
+            rows = [row for row, request in enumerate(requests) if request.index % len(self.selectors) == turn]
+            for key, budgets in selector.plan([requests[row] for row in rows], arms, gamma) if rows else []:
+                for row, budget in zip(rows, budgets):
+                    merged[key][row] = budget
+        return list(merged.items())
+
+    def feedback(self, results: Sequence[Feedback]) -> None:
+        for turn, selector in enumerate(self.selectors):
+            own = [result for result in results if result.request.index % len(self.selectors) == turn]
+            if own:
+                selector.feedback(own)
+
+    def end(self) -> None:
+        for selector in self.selectors:
+            selector.end()

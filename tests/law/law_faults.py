@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from psd_kernels import naive, philox
 
+from hf_psd import roster
 from hf_psd.drafters.base import Proposal
 from hf_psd.drafters.model import ModelDrafter
 from hf_psd.state import SequenceState
@@ -113,6 +116,34 @@ def timid_drafter(patch) -> None:
 
     draft = ModelDrafter.draft
     patch.setattr(ModelDrafter, "draft", draft_and_drop)
+
+
+def second_thoughts(patch) -> None:
+    """A selector that sees the drafts of its own round and withdraws those that begin in the lower half."""
+
+    def draft_and_withdraw(self, state, requests, *rest):
+        ids = draft(self, state, requests, *rest)
+        slots = torch.tensor([request.slot for request in requests])
+        state.draft_ids.index_copy_(0, slots, torch.where(ids[:, :1] < 4, -1, ids))
+        return ids
+
+    draft = roster.Roster.draft
+    patch.setattr(roster.Roster, "draft", draft_and_withdraw)
+
+
+def late_choice(patch) -> None:
+    """A selector that chooses the drafter once all have drafted: the one whose first token has the higher id."""
+
+    def store_chosen(state, rows, proposals, vocab_size):
+        highest = torch.stack([proposal.ids[:, 0] for _, proposal in proposals]).amax(0)
+        chosen = [
+            (key, replace(proposal, ids=torch.where(proposal.ids[:, :1] == highest[:, None], proposal.ids, -1)))
+            for key, proposal in proposals
+        ]
+        return store(state, rows, chosen, vocab_size)
+
+    store = roster._store
+    patch.setattr(roster, "_store", store_chosen)
 
 
 def greedy_draft(patch) -> None:

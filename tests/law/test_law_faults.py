@@ -17,6 +17,8 @@ PLANTED = {
     "rounded_q": "lifted",
     "greedy_draft": "main",
     "timid_drafter": "main",
+    "second_thoughts": "main",
+    "late_choice": "both-at-once",
     "no_residual": "main",
     "softmax_residual": "main",
     "shared_noise": "main",

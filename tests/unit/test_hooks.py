@@ -101,7 +101,7 @@ def test_a_hook_may_decide_who_drafts(mode):
     assert all(by.drafted for by in hf_psd.last_stats().by_drafter)
 
 
-@pytest.mark.parametrize("plan", [None, [], [(0, [0] * 4)], [(7, [4] * 4)], [(0, [-3] * 4)], [(0, [99] * 4)]], ids=str)
+@pytest.mark.parametrize("plan", [None, [], [(0, [0] * 4)], [(0, [-3] * 4)], [(0, [99] * 4)]], ids=str)
 def test_any_plan_is_clipped(plan):
     class Odd(hf_psd.StepHook):
         def before_draft(self, context):
@@ -110,6 +110,36 @@ def test_any_plan_is_clipped(plan):
     output = shared("llama").generate(**ARGUMENTS, assistant_models=[shared("llama")], psd=True, psd_hooks=[Odd()])
     assert output.tolist() == shared("llama").generate(**ARGUMENTS).tolist()
     assert (hf_psd.last_stats().drafted > 0) == (plan == [(0, [99] * 4)])
+
+
+WRONG = {
+    "too few": [(0, [4] * 3)],
+    "too many": [(0, [4] * 5)],
+    "a fraction": [(0, [4, 4, 2.5, 4])],
+    "nothing": [(0, [4, None, 4, 4])],
+    "unknown": [(7, [4] * 4)],
+    "negative": [(-1, [4] * 4)],
+    "by name": [("model", [4] * 4)],
+    "no budgets": [0],
+    "one budget": [(0, 4)],
+    "no list": 4,
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_plan_that_cannot_be_followed_is_refused(case):
+    class Odd(Fixed):
+        def plan(self, requests, arms, gamma):
+            return WRONG[case]
+
+    class Hook(hf_psd.StepHook):
+        def before_draft(self, context):
+            context.plan = WRONG[case]
+
+    target, models = shared("llama"), [shared("llama")]
+    for psd, hooks, author in ((dict(selector=Odd()), [], "selector Odd"), (True, [Hook()], "a before_draft hook")):
+        with pytest.raises(ValueError, match=f"psd: {author} made a plan that cannot be followed.* for 4 rows"):
+            target.generate(**ARGUMENTS, assistant_models=models, psd=psd, psd_hooks=hooks)
 
 
 class Boom(Exception):
