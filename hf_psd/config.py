@@ -38,7 +38,10 @@ class PSDConfig:
         gamma: Draft tokens per row and round, an int >= 1. Rows whose drafts keep failing draft fewer. `"auto"`: at
             most 8, chosen each round; a bandit then chooses pairs of drafter and 0, 1, 2, 4 or 8 tokens, by goodput.
         mode: `"ar"` decodes plainly, `"sd"` drafts and verifies the whole batch in turn, `"psd"` alternates two halves
-            of the batch. `"auto"` is `"psd"` if a drafter lives on another device than the target, else `"sd"`.
+            of the batch. `"auto"` times all that can pay on these devices and goes on in the one that should be done
+            first, so a call is hardly slower than the best of the three; rejection sampling with `seed=` does not
+            change modes (`"psd"` if a drafter lives on another device than the target, else `"sd"`), as its text
+            would then depend on times.
         verification: How sampled drafts are judged; the output law is the target's either way. `"rejection"`:
             Leviathan et al. 2023 (arXiv 2211.17192). `"coupled"`: target and drafter share their noise (Daliri et al.
             2024, arXiv 2408.07978), so the text depends on the seed alone, not on drafters, gamma, mode or batch

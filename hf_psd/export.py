@@ -33,7 +33,7 @@ _LOADING = (
 
 
 def generate(*args: Any, model: Any, psd: Any = True, **kwargs: Any) -> Any:
-    """`model.generate` with `assistant_models=[...]`; `psd` is True, a dict of settings, or False to decode plainly."""
+    """`model.generate` with `assistant_models=[...]`; `psd`: True, a dict of settings, or False to decode plainly."""
     given = {name: value for name, value in kwargs.items() if name not in _LOADING and value is not None}
     return _dispatch(plain_generate(), model, *args, psd=psd, **given)
 '''

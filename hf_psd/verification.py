@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from .drafters.base import Outcome
@@ -13,6 +16,40 @@ from .verify.sampler import Judgement, Sampler
 HiddenStates = tuple[torch.Tensor, ...] | None
 
 
+@dataclass(frozen=True)
+class Packet:
+    """What the host learns of one row's verification.
+
+    Attributes:
+        ids: the committed ids.
+        accepted, drafted: drafts that were accepted, and that there were.
+        ended: whether the text ends with these ids.
+        bad: the target's scores were NaN, +inf or all -inf.
+        failed: the drafter that gave NaN, -1 if none did.
+        source: the drafter the drafts came from, -1 if there were none.
+        announced: drafts that each drafter which announces them has for the next turn.
+        extra: further numbers of the `Verifier`'s owner.
+    """
+
+    ids: list[int]
+    accepted: int
+    drafted: int
+    ended: bool
+    bad: bool
+    failed: int
+    source: int
+    announced: dict[int, int]
+    extra: list[int]
+
+    @classmethod
+    def read(cls, numbers: list[int], width: int, announcers: Sequence[int]) -> Packet:
+        """Takes one row of what a `Verifier` gives for T = `width` apart."""
+        count, accepted, drafted, ended, bad, failed, source, *rest = numbers[width:]
+        announced = dict(zip(announcers, rest))
+        extra = rest[len(announcers) :]
+        return cls(numbers[:count], accepted, drafted, bool(ended), bool(bad), failed, source, announced, extra)
+
+
 class Verifier:
     """One verification as a function of device state alone, so that it can be captured in a CUDA graph.
 
@@ -21,8 +58,11 @@ class Verifier:
         state: all requests.
         sampler: the output law.
         roster: drafters, told of each commit.
-        eos: [E] int64 end tokens on the device, or None.
+        eos: end tokens on the device: [E] int64 for all requests, [slots, E] for each its own, or None.
+        logprobs: whether the packet ends with the bits of each emitted token's log-probability.
     """
+
+    logprobs = False
 
     def __init__(
         self, runner: ModelRunner, state: SequenceState, sampler: Sampler, roster: Roster, eos: torch.Tensor | None
@@ -38,8 +78,8 @@ class Verifier:
             kv_length: bounds the rows' lengths with their drafts.
 
         Returns:
-            The packet for the host, [R, T + 7 + announcers] int64: emitted ids, then how many stand, accepted,
-            drafted, ended, bad, failed drafter, drafter of the drafts, announced drafts; and the judgement itself.
+            The numbers for the host, [R, T + 7 + announcers] int64, see `Packet`; with `logprobs` T more, fp32 bits;
+            and the judgement itself.
         """
         state = self.state
         view = state.view(rows)
@@ -48,7 +88,10 @@ class Verifier:
         judgement, hidden_states = judge(
             self.runner, self.sampler, state, view, drafts, kv_length, self.roster.needs_hidden_states
         )
-        counts, ended = cut(view, judgement, self.eos)
+        eos = self.eos
+        if eos is not None and eos.dim() == 2:
+            eos = eos.index_select(0, rows.slots)
+        counts, ended = cut(view, judgement, eos)
         state.commit(view, judgement.ids, counts, ended)
         failed = state.failed_drafter.index_select(0, rows.slots)
         source = state.source.index_select(0, rows.slots)
@@ -56,7 +99,10 @@ class Verifier:
         accepted, drafted = judgement.counts - 1, (drafts >= 0).sum(1)
         announced = self.roster.commit(Outcome(state.view(rows), accepted, hidden_states))
         numbers = [counts, accepted, drafted, ended.long(), judgement.bad.long(), failed, source, *announced]
-        return torch.cat([judgement.ids, torch.stack(numbers, 1)], 1), judgement
+        parts = [judgement.ids, torch.stack(numbers, 1)]
+        if self.logprobs:
+            parts.append(_logprob_bits(judgement))
+        return torch.cat(parts, 1), judgement
 
 
 def judge(
@@ -76,7 +122,9 @@ def judge(
     columns = (view.padding + view.length - 1)[:, None] + torch.arange(width, device=drafts.device)
     view.tokens.scatter_(1, columns[:, 1:], drafts.clamp(min=0))
     positions = columns - view.padding[:, None]
-    positions = torch.where(positions < view.limit[:, None], positions, -1)
+    # Columns after a row's own drafts are computed for the sake of the others; they must not claim memory.
+    own = torch.nn.functional.pad(drafts >= 0, (1, 0), value=True)
+    positions = torch.where((positions < view.limit[:, None]) & own, positions, -1)
     ids = view.tokens.gather(1, columns)
     features = runner.forward(view.rows, ids, positions, kv_length, hidden_states=hidden_states)
     scores = state.draft_scores
@@ -89,14 +137,21 @@ def judge(
 def cut(view: View, judgement: Judgement, eos: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """How many of the emitted tokens stand, [R] int64, and which rows end with them, [R] bool.
 
-    `eos`: end token ids on the device, or None.
+    `eos`: end token ids on the device, [E] or [R, E], or None.
     """
     room = view.limit - view.length
     counts = torch.minimum(judgement.counts, room)
     ended = counts >= room
     if eos is not None:
-        is_end = torch.isin(judgement.ids, eos)
+        is_end = (judgement.ids[:, :, None] == (eos[:, None] if eos.dim() == 2 else eos)).any(2)
         first = is_end.long().argmax(1) + 1
         hit = is_end.any(1) & (first <= counts)
         counts, ended = torch.where(hit, first, counts), ended | hit
     return torch.where(view.done, 0, counts), ended | view.done
+
+
+def _logprob_bits(judgement: Judgement) -> torch.Tensor:
+    """[R, T] int64: the fp32 bits of log p of each emitted id under the processed scores."""
+    scores = judgement.scores.float()
+    chosen = scores.gather(2, judgement.ids.clamp(min=0)[:, :, None])[:, :, 0]
+    return (chosen - scores.logsumexp(2)).view(torch.int32).long()

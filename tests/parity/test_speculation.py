@@ -121,7 +121,7 @@ class Syncs(TorchDispatchMode):
 @pytest.fixture
 def loop(monkeypatch):
     """Syncs within the step loop, and the order of its launches and reads as ("launch" | "read", step)."""
-    syncs, order, advance, pop = Syncs(monkeypatch), [], Engine._advance, HostRing.pop
+    syncs, order, advance, pop = Syncs(monkeypatch), [], Engine.advance, HostRing.pop
 
     class Order(hf_psd.StepHook):
         def after_verify(self, context):
@@ -144,7 +144,7 @@ def loop(monkeypatch):
         finally:
             syncs.active = True
 
-    monkeypatch.setattr(Engine, "_advance", counted)
+    monkeypatch.setattr(Engine, "advance", counted)
     monkeypatch.setattr(HostRing, "pop", read)
     return syncs, order, Order()
 

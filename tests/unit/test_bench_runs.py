@@ -43,7 +43,7 @@ def bench(path, *options: str) -> dict:
             "--json",
             str(path),
             *options,
-        ]  # fmt: skip
+        ]
     )
     return json.loads(path.read_text())
 
