@@ -3,23 +3,31 @@
 from .api import PSDGenerationMixin, disable, enable, generate, last_stats
 from .config import PSDConfig
 from .drafters.base import Drafter
+from .explain import Explanation, explain
 from .hooks import StepContext, StepHook, StepHookList
+from .placement import Placement, place
 from .stats import PSDStats
+from .timeline import Timeline
 from .workspace import release
 
 __version__ = "0.1.0"
 __all__ = [
     "Drafter",
+    "Explanation",
     "PSDConfig",
     "PSDGenerationMixin",
     "PSDStats",
+    "Placement",
     "StepContext",
     "StepHook",
     "StepHookList",
+    "Timeline",
     "disable",
     "enable",
+    "explain",
     "generate",
     "last_stats",
+    "place",
     "release",
 ]
 

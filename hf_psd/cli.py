@@ -7,6 +7,7 @@ from importlib import import_module
 
 COMMANDS = {
     "bench": "hf_psd.bench.command",
+    "explain": "hf_psd.explain_command",
     "export-hub": "hf_psd.export",
 }
 """Module of each subcommand. Its docstring's first line is the help; it has `add_arguments(parser)` and

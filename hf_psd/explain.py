@@ -1,0 +1,179 @@
+"""Why `mode="auto"` chooses what it chooses: one call measured in every mode, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .api import generate, last_stats, plain_generate
+from .arguments import resolve_drafters, resolve_target
+from .config import PSDConfig
+from .planner import MODES, Row, choose, makespan
+from .runner import input_device
+from .timeline import Span, Timeline, merged, overlap_share, total
+
+_TOKENS = 24
+"""New tokens per row that are measured in each mode."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured for one batch size; times in milliseconds.
+
+    Attributes:
+        rows: requests.
+        draft: to draft once for all of them, D.
+        verify: to verify those drafts, V.
+        plain: a forward without drafts.
+        rounds: a round of each mode that was run.
+        rate: tokens per row and round under speculation.
+        overlap: share of the shorter of drafting and verifying that ran beside the other in mode "psd", if it was run.
+        predicted: tokens per second of each mode until the slowest row has its last token.
+        choice: the mode with the most.
+        reason: why, in words.
+    """
+
+    rows: int
+    draft: float
+    verify: float
+    plain: float
+    rounds: Mapping[str, float]
+    rate: float
+    overlap: float | None
+    predicted: Mapping[str, float]
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: `figures` per batch size, where the models live, and remarks. Prints as a table."""
+
+    figures: list[Figures]
+    placement: Mapping[str, str]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        header = f"{'rows':>5} {'D':>8} {'V':>8} {'plain':>8} {'tokens':>7}"
+        header += "".join(f"{mode:>9}" for mode in MODES) + f" {'overlap':>8}  choice"
+        units = f"{'':>5} {'ms':>8} {'ms':>8} {'ms':>8} {'a round':>7}" + f"{'tok/s':>9}" * len(MODES)
+        lines = [*(f"{name}: {place}" for name, place in self.placement.items()), header, units]
+        for each in self.figures:
+            rates = "".join(
+                f"{each.predicted[mode]:9.1f}" if mode in each.predicted else f"{'-':>9}" for mode in MODES
+            )
+            share = "-" if each.overlap is None else f"{each.overlap:.0%}"
+            lines.append(
+                f"{each.rows:5d} {each.draft:8.2f} {each.verify:8.2f} {each.plain:8.2f} {each.rate:7.2f}{rates} "
+                f"{share:>8}  {each.choice}: {each.reason}"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def explain(
+    model: PreTrainedModel,
+    assistant_models: Sequence[Any] | None = None,
+    *,
+    psd: PSDConfig | Mapping[str, Any] | bool = True,
+    batch_sizes: Sequence[int] | None = None,
+    **generate_kwargs: Any,
+) -> Explanation:
+    """Runs a short call in each mode that these devices can run, and tells which is fastest and why.
+
+    Args:
+        model, assistant_models, psd: as for `generate`.
+        batch_sizes: batches to measure, made from the given rows, repeated where there are fewer; default: the batch.
+        **generate_kwargs: arguments of `generate`; `input_ids` [B, P] int64 (and `attention_mask`), from which the
+            acceptance is measured, is needed. `max_new_tokens` (default 128) is what the prediction is for.
+
+    Raises:
+        ValueError, TypeError: as `generate`.
+    """
+    config = PSDConfig.resolve(psd)
+    arguments = dict(generate_kwargs)
+    ids = arguments.pop("input_ids", arguments.pop("inputs", None))
+    if ids is None:
+        raise ValueError("psd: explain needs input_ids: the acceptance of drafts depends on the text.")
+    mask = arguments.pop("attention_mask", torch.ones_like(ids))
+    wanted = int(arguments.pop("max_new_tokens", None) or 128)
+    target = resolve_target(model, plain_generate(), arguments)
+    drafters = resolve_drafters(target, assistant_models, {})
+    homes = {drafter.device or input_device(target) for drafter in drafters} | {input_device(target)}
+    parallel = any(home.type == "cuda" for home in homes)
+    figures = []
+    for rows in batch_sizes or [ids.shape[0]]:
+        pick = torch.arange(rows, device=ids.device) % ids.shape[0]
+        batch = {"input_ids": ids[pick], "attention_mask": mask[pick], **arguments}
+        modes = [mode for mode in MODES if mode != "psd" or (parallel and rows > 1)]
+        runs = {mode: _run(model, assistant_models, replace(config, mode=mode), batch) for mode in modes}
+        figures.append(_figures(rows, runs, wanted))
+    stats = last_stats()
+    assert stats is not None
+    notes = [] if parallel else ["psd: two groups cannot overlap on the CPU alone, so that mode was not run"]
+    return Explanation(figures, stats.placement, [*notes, *stats.notes])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call's spans, without those of its prefill, and its tokens per row and round."""
+
+    spans: list[Span]
+    rate: float
+
+
+def _run(model: PreTrainedModel, drafters: Any, config: PSDConfig, batch: Mapping[str, Any]) -> _Run:
+    """A call to warm up and capture, then one that counts."""
+    timeline = Timeline()
+    arguments: dict[str, Any] = {**batch, "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}
+    for hooks in ((), (timeline,)):
+        generate(model, assistant_models=drafters, psd=config, psd_hooks=hooks, **arguments)
+    stats = last_stats()
+    assert stats is not None
+    return _Run([span for span in timeline.spans if span.kind != "prefill"], max(1.0, stats.tokens_per_forward))
+
+
+def _figures(rows: int, runs: Mapping[str, _Run], tokens: int) -> Figures:
+    verified = {mode: [span for span in run.spans if span.kind == "verify"] for mode, run in runs.items()}
+    rounds = {mode: _between(spans) * (2 if mode == "psd" else 1) for mode, spans in verified.items()}
+    rate = runs["sd"].rate
+    predicted = {}
+    for mode, seconds in rounds.items():
+        row = Row(tokens, 1.0 if mode == "ar" else rate)
+        predicted[mode] = rows * tokens / (makespan([row] * rows, lambda _: seconds * 1e-3))  # noqa: B023
+    choice = choose({mode: 1 / rate for mode, rate in predicted.items()})
+    return Figures(
+        rows,
+        draft=total(merged(runs["sd"].spans, "draft")) / max(1, len(verified["sd"])),
+        verify=median(span.end - span.start for span in verified["sd"]),
+        plain=median(span.end - span.start for span in verified["ar"]),
+        rounds=rounds,
+        rate=rate,
+        overlap=overlap_share(runs["psd"].spans) if "psd" in runs else None,
+        predicted=predicted,
+        choice=choice,
+        reason=_reason(choice, rounds, rate),
+    )
+
+
+def _between(spans: Sequence[Span]) -> float:
+    """Median milliseconds from one verification's end to the next one's; the first is still finding its pace."""
+    ends = [span.end for span in spans]
+    return (
+        median(later - sooner for sooner, later in zip(ends[1:], ends[2:] or ends[1:])) if len(ends) > 2 else ends[-1]
+    )
+
+
+def _reason(choice: str, rounds: Mapping[str, float], rate: float) -> str:
+    if choice == "ar":
+        return f"{rate:.2f} tokens a round do not repay rounds {rounds['sd'] / rounds['ar']:.2f} times as long"
+    gain = f"{rate:.2f} tokens a round for rounds {rounds[choice] / rounds['ar']:.2f} times as long"
+    if choice == "psd":
+        return f"{gain}, {rounds['sd'] / rounds['psd']:.2f} times shorter than in turns"
+    if "psd" in rounds:
+        return f"{gain}; alternating rounds take {rounds['psd'] / rounds['sd']:.2f} times as long"
+    return gain

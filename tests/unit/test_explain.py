@@ -1,0 +1,76 @@
+"""The explanation holds what was measured and chooses by it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_psd
+from hf_psd.explain import _figures, _Run
+from hf_psd.timeline import Span
+
+from test_pacing import tiny  # isort: skip
+
+
+def ids_of(rows):
+    torch.manual_seed(rows)
+    return torch.randint(3, 60, (rows, 6))
+
+
+def test_every_batch_size_is_measured_and_printed():
+    target = tiny(0, 2)
+    ids = ids_of(3)
+    explanation = hf_psd.explain(
+        target, [copy.deepcopy(target)], input_ids=ids, batch_sizes=[1, 4], do_sample=False, pad_token_id=0
+    )
+    assert [each.rows for each in explanation.figures] == [1, 4]
+    for each in explanation.figures:
+        assert each.rate > 3 and set(each.predicted) == {"ar", "sd"} and each.overlap is None
+        assert each.choice == max(each.predicted, key=lambda mode: each.predicted[mode])
+        assert min(each.draft, each.verify, each.plain) > 0
+    text = str(explanation)
+    assert "target: cpu" in text and explanation.figures[0].reason in text and "cannot overlap" in text
+
+
+def test_explain_needs_a_text():
+    with pytest.raises(ValueError, match="input_ids"):
+        hf_psd.explain(tiny(0))
+
+
+def spans(kind, start, length, period, count):
+    return [Span("lane", kind, start + n * period, start + n * period + length) for n in range(count)]
+
+
+@pytest.mark.parametrize(("draft", "rate", "choice"), [(1.0, 3.0, "sd"), (30.0, 3.0, "ar"), (9.0, 4.0, "psd")])
+def test_the_choice_follows_from_the_times(draft, rate, choice):
+    """Plain forwards take 10 ms, verifying 10 ms for all and 7 ms for half, drafting `draft` ms for all or half."""
+    turn = 10.0 + draft
+    runs = {
+        "ar": _Run(spans("verify", 0, 10, 10, 20), 1.0),
+        "sd": _Run(spans("draft", 0, draft, turn, 20) + spans("verify", draft, 10, turn, 20), rate),
+        "psd": _Run(spans("draft", 0, draft, max(9, draft), 20) + spans("verify", 0, 7, max(9, draft), 20), rate),
+    }
+    figures = _figures(8, runs, 128)
+    assert figures.choice == choice, figures
+    assert figures.rounds["sd"] == pytest.approx(turn) and figures.draft == pytest.approx(draft)
+    assert figures.verify == 10 and figures.plain == 10
+
+
+def test_the_command_loads_local_folders_and_prints_the_table(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_psd.cli import main
+
+    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", "Write", "a", "poem"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tiny(0).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    folder = str(tmp_path)
+    main(["explain", "--target", folder, "--drafter", folder, "--prompt", "Write a poem", "--batch", "1", "2"])
+    printed = capsys.readouterr().out
+    assert "target on cpu" in printed and "choice" in printed
+    assert printed.count("tokens a round") == 2
