@@ -13,9 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_psd
-from hf_psd import StepHook
+from hf_psd import StepHook, Timeline
 from hf_psd.drafters.prompt_lookup import PromptLookup
 from hf_psd.testing import chi_square, joint_law, sample_joint
+from hf_psd.timeline import idle_share, overlap_share
 
 try:
     import pytest
@@ -105,10 +106,10 @@ def test_the_loop_never_waits_for_the_device():
 def test_a_drafter_on_another_device_gives_the_same_text():
     target, drafter = tiny().cuda(), noisy(tiny(), 0.03)
     plain = target.generate(**batch("cuda"), **GREEDY)
-    out = target.generate(**batch("cuda"), assistant_models=[drafter], psd=True, **GREEDY)
+    out = target.generate(**batch("cuda"), assistant_models=[drafter], psd={"mode": "psd"}, **GREEDY)
     stats = hf_psd.last_stats()
     assert torch.equal(out, plain)
-    assert stats.mode == "psd" and stats.acceptance > 0.2 and not stats.errors, stats
+    assert stats.acceptance > 0.2 and not stats.errors, stats
 
 
 def test_coupled_text_is_the_same_on_cpu_and_cuda():
@@ -237,9 +238,109 @@ def test_a_call_inside_a_call_leaves_the_outer_one_alone():
     assert torch.equal(out, plain)
 
 
+def wide(layers: int, seed: int) -> LlamaForCausalLM:
+    """Large enough for its graphs to take longer than launching them, small enough to leave room beside them."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def overlap_on(device: str) -> float:
+    target, drafter = wide(16, 0).cuda(), wide(4, 1).to(device)
+    timeline = Timeline()
+    for hooks in ([], [timeline]):
+        target.generate(
+            **batch("cuda"),
+            assistant_models=[drafter],
+            psd={"mode": "psd", "selector": "ucb1"},
+            psd_hooks=hooks,
+            **GREEDY,
+        )
+    assert not hf_psd.last_stats().notes
+    share = overlap_share(timeline.spans)
+    print(f"drafter on {device}: overlap {share:.2f}, target idle {idle_share(timeline.spans):.2f}")
+    return share
+
+
+def test_two_graphs_overlap_on_one_device():
+    assert overlap_on("cuda:0") > 0.5
+
+
+def test_auto_tries_all_modes_and_keeps_the_text():
+    target, drafter = tiny().cuda(), noisy(tiny(), 0.03).cuda()
+    settings = GREEDY | {"max_new_tokens": 300}
+    plain = target.generate(**batch("cuda"), **settings)
+    seen: Counter[str] = Counter()
+    for _ in range(3):
+        assert torch.equal(target.generate(**batch("cuda"), assistant_models=[drafter], psd=True, **settings), plain)
+        seen += hf_psd.last_stats().forwards_by_mode
+    assert set(seen) == {"ar", "sd", "psd"}, seen
+
+
+def needs_two_devices() -> bool:
+    if torch.cuda.device_count() > 1:
+        return False
+    if "pytest" in globals():
+        pytest.skip("needs two CUDA devices")
+    print("skipped: needs two CUDA devices")
+    return True
+
+
+def test_a_drafter_on_another_gpu_gives_the_text_of_one_gpu_and_nothing_waits():
+    if needs_two_devices():
+        return
+    target, far, near = tiny().cuda(), noisy(tiny(), 0.03).to("cuda:1"), noisy(tiny(), 0.03).cuda()
+    for settings in (GREEDY, SAMPLED):
+        for mode in ("sd", "psd"):
+            psd = {"mode": mode, "seed": 3, "verification": "coupled"}
+            expected = target.generate(**batch("cuda"), assistant_models=[near], psd=psd, **settings)
+            for drafters in ([far], ["prompt_lookup", far], [far, near]):
+                for graphs in (False, True):
+                    for hooks in ([], [NoWaiting()]):
+                        out = target.generate(
+                            **batch("cuda"), assistant_models=drafters, psd=psd | {"cuda_graphs": graphs}, psd_hooks=hooks,
+                            **settings,
+                        )  # fmt: skip
+                        assert torch.equal(out, expected), (settings, mode, drafters, graphs)
+                        stats = hf_psd.last_stats()
+                        assert not stats.notes and not stats.errors and stats.acceptance > 0.2, stats
+    hf_psd.release()
+
+
+def test_two_graphs_overlap_on_two_devices():
+    if not needs_two_devices():
+        assert overlap_on("cuda:1") > 0.5
+
+
+def test_rejection_sampling_across_two_devices_follows_the_law():
+    if needs_two_devices():
+        return
+    target, drafter = tiny(0, 8, 0.25), tiny(5, 8, 0.25)
+    warp = {"do_sample": True, "temperature": 4.0, "top_k": 6, "top_p": 0.95, "eos_token_id": None, "pad_token_id": 0}
+    law = joint_law(target, [3, 4, 5], 3, **warp)
+    target.cuda(), drafter.to("cuda:1")
+    for mode in ("sd", "psd"):
+        psd = {"gamma": 2, "mode": mode, "seed": 23}
+        samples = sample_joint(target, [3, 4, 5], 40_960, tokens=3, assistant_models=[drafter], psd=psd, **warp)
+        result = chi_square(law.index(samples), law.probabilities)
+        stats = hf_psd.last_stats()
+        print("two devices", mode, result, f"acceptance {stats.acceptance:.2f}", stats.notes)
+        assert result.p_value > 0.01 and 0.1 < stats.acceptance < 0.9 and not stats.notes
+
+
 def test_half_precision_runs_and_accepts_a_copy():
     target = tiny().cuda().bfloat16()
-    out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], psd=True, **GREEDY)
+    out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], psd={"mode": "sd"}, **GREEDY)
     assert out.shape == (4, 47)
     assert hf_psd.last_stats().acceptance > 0.8
 
