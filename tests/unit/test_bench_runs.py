@@ -43,7 +43,7 @@ def bench(path, *options: str) -> dict:
             "--json",
             str(path),
             *options,
-        ]  # fmt: skip
+        ]
     )
     return json.loads(path.read_text())
 
@@ -86,7 +86,7 @@ class TestOneDevice:
 
     def test_list_measures_nothing(self, tmp_path, capsys):
         main(["bench", "--profile", "tiny", "--list", "--only", "*/psd/b2/*", "--json", str(tmp_path / "r.json")])
-        assert capsys.readouterr().out.split() == ["24", "one/psd/b2/greedy/g4", "28", "one/psd/b2/sampled/g4"]
+        assert capsys.readouterr().out.split() == ["24", "one/psd/b2/greedy/g4", "29", "one/psd/b2/sampled/g4"]
         assert not (tmp_path / "r.json").exists()
 
     def test_a_choice_of_nothing_is_refused(self):
@@ -184,12 +184,15 @@ class TestTwoDevices:
         ours, theirs = multiprocessing.Pipe()
         prompts = Lab(SMALL, 4).prompts(4)
         content = (prompts.ids.tolist(), prompts.mask.tolist())
-        worker = threading.Thread(target=serve, args=(theirs, threading.Barrier(1), SMALL, content))
+        barrier = threading.Barrier(1)
+        worker = threading.Thread(target=serve, args=(theirs, barrier, SMALL, content))
         worker.start()
         parts = []
         for task in (("ar", 0, 2, False, 4), ("no such", 0, 2, False, 4), ("sd", 2, 4, False, 4)):
             ours.send(task)
             parts.append(ours.recv())
+            assert barrier.broken == isinstance(parts[-1], str)
+            barrier.reset()
         ours.send(None)
         worker.join(60)
         assert not worker.is_alive() and isinstance(parts[1], str)
