@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import sys
 import threading
 import types
 from dataclasses import replace
@@ -152,16 +151,11 @@ class TestOneDevice:
         make_decoder("hf-assisted", SMALL, lab.target, lab.drafter(), lab.prompts(1), False)()
         assert vars(lab.drafter().generation_config) == before
 
-    def test_a_timeline_is_kept_where_there_is_one(self, tmp_path, monkeypatch):
-        from hf_psd import StepHook
-
-        class Timeline(StepHook):
-            spans = [("target", "verify", 0.0, 10.0), ("drafter", "draft", 2.0, 4.0)]
-
-        monkeypatch.setitem(sys.modules, "hf_psd.timeline", types.SimpleNamespace(Timeline=Timeline))
+    def test_the_timeline_is_kept(self, tmp_path):
         found = bench(tmp_path / "r.json", "--methods", "psd", "--batches", "2", "--sampling", "greedy")
         row = found["rows"][0]
-        assert row["spans"][1] == ["drafter", "draft", 2.0, 4.0] and row["overlap"] == 1.0
+        assert {span[1] for span in row["spans"]} == {"prefill", "draft", "verify"}
+        assert row["draft_ms"] > 0 and row["verify_ms"] > 0 and row["overlap"] == 0.0  # one thread: nothing overlaps
         assert (tmp_path / "r-timeline.png").exists()
 
 
