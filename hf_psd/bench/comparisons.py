@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..planner import psd_gain
 from .points import CAPPED_ONE, CAPPED_TWO, ONE, REPLICAS, TWO
 from .profiles import OURS
 from .rows import Row
@@ -41,6 +43,7 @@ class Ratio:
     batch: int
     gamma: int
     psd_over_sd: float | None
+    predicted_psd_over_sd: float | None
     psd_twice_over_sd: float | None
     makespan_over_sd: float | None
     psd_over_ar_replicas: float | None
@@ -102,6 +105,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
                 batch,
                 gamma,
                 _over(psd, sd),
+                predicted_gain(rows, batch, gamma),
                 _over(twice, sd),
                 _quotient(_makespan(twice), _makespan(sd)),
                 _over(psd, speed.get((REPLICAS, "ar", batch, ar_gamma))),
@@ -113,6 +117,23 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
             )
         )
     return lines
+
+
+def predicted_gain(rows: Sequence[Row], batch: int, gamma: int) -> float | None:
+    """PSD over SD by the planner's rule, from drafting and verifying as timed; None where a time is missing.
+
+    The times for n requests are those of turns at batch n, or of two groups at batch 2 n.
+    """
+    draft: dict[int, float] = {}
+    verify: dict[int, float] = {}
+    for mode, share in (("psd", 2), ("sd", 1)):
+        for row in rows:
+            asked = row.layout == TWO and row.method == mode and row.gamma == gamma and row.good
+            if asked and row.draft_ms is not None and row.verify_ms is not None:
+                draft[row.batch // share], verify[row.batch // share] = row.draft_ms, row.verify_ms
+    if not {batch, math.ceil(batch / 2)} <= draft.keys():
+        return None
+    return psd_gain(draft.__getitem__, verify.__getitem__, batch)
 
 
 def capped_lines(rows: Sequence[Row]) -> list[dict[str, object]]:

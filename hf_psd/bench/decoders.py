@@ -31,6 +31,7 @@ class Counts:
     accepted: int | None = None
     mode: str | None = None
     balance: float | None = None
+    forwards_by_mode: dict[str, int] | None = None
     steps_ms: list[float] | None = None
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -209,6 +210,7 @@ class OurDecoder:
             stats.accepted,
             stats.mode,
             stats.balance if stats.mode == "psd" else None,
+            dict(stats.forwards_by_mode),
             notes=list(stats.notes),
             errors=list(stats.errors),
         )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..timeline import Span, Timeline, idle_share, overlap_share
 from . import costs
 from .clocks import TokenClock, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
-from .spans import idle_share, overlap_share, steady, without_reading
+from .spans import steady, typical_ms
 
 _KEPT_SPANS = 160
 
@@ -30,7 +29,7 @@ class Measurement:
         self.clock: TokenClock | None = None
         self.counts: Counts | None = None
         self.ids: torch.Tensor | None = None
-        self.spans: list[tuple[str, str, float, float]] = []
+        self.spans: list[Span] = []
         self.before: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
 
@@ -69,7 +68,7 @@ def run_calls(
         if enough():
             break
     found.peaks = costs.peaks(devices)
-    timeline = new_timeline() if method in OURS else None
+    timeline = Timeline() if method in OURS else None
     clock = TokenClock(batch)
     together()
     costs.synchronize(devices)
@@ -78,7 +77,7 @@ def run_calls(
     found.observed = time.perf_counter() - clock.began
     found.clock, found.counts = clock, decoder.counts()
     if timeline is not None:
-        found.spans = [(str(lane), str(kind), float(start), float(end)) for lane, kind, start, end in timeline.spans]
+        found.spans = timeline.spans
     return found
 
 
@@ -92,7 +91,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.tokens_per_second_per_gpu = row.tokens_per_second / row.devices_used
     row.makespan_per_request_ms = 1e3 * typical / row.batch
     row.digests = digest_rows(found.ids)
-    row.mode, row.balance = counts.mode, counts.balance
+    row.mode, row.balance, row.forwards_by_mode = counts.mode, counts.balance, counts.forwards_by_mode
     row.target_forwards, row.draft_forwards = counts.forwards, counts.draft_forwards
     row.ms_per_forward = 1e3 * typical / counts.forwards
     row.tokens_per_forward = counts.tokens_per_forward
@@ -103,10 +102,11 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.e2e_ms = percentiles(latencies["e2e"] or [1e3 * found.observed])
     row.notes += counts.notes
     if found.spans:
-        row.spans = found.spans[:_KEPT_SPANS]
-        decoding, middle = without_reading(found.spans), steady(found.spans)
-        row.overlap, row.overlap_steady = overlap_share(decoding), overlap_share(middle)
-        row.target_idle, row.target_idle_steady = idle_share(decoding), idle_share(middle)
+        row.spans = [tuple(span) for span in found.spans[:_KEPT_SPANS]]
+        row.draft_ms, row.verify_ms = typical_ms(found.spans, "draft"), typical_ms(found.spans, "verify")
+        row.target_idle, row.target_idle_steady = idle_share(found.spans), idle_share(steady(found.spans))
+        if row.draft_ms is not None:
+            row.overlap, row.overlap_steady = overlap_share(found.spans), overlap_share(steady(found.spans))
     if counts.errors:
         row.error = "; ".join(counts.errors)
 
@@ -149,14 +149,6 @@ def fill_costs(
     needed = costs.round_bytes(target, drafter, drafts, int(rows), columns + found.ids.shape[1] / 2)
     row.gb_per_second = needed / row.step_ms["p50"] / 1e6
     row.floor_share = 1e9 * row.gb_per_second / bandwidth
-
-
-def new_timeline() -> Any:
-    """A fresh timeline hook, None where this version has none."""
-    try:
-        return importlib.import_module("hf_psd.timeline").Timeline()
-    except ModuleNotFoundError:
-        return None
 
 
 def _timed(decoder: Decoder, devices: tuple[str, ...]) -> tuple[float, float]:

@@ -56,7 +56,8 @@ class Settings:
         prompt: prompt tokens per row, at most.
         new_tokens: new tokens per row, exactly: end tokens are ignored.
         prompts, tokenizer: file of prompts and folder of the tokenizer that reads them; None means random ids.
-        warm_ups: calls after the first one that are not timed.
+        warm_ups, auto_warm_ups: calls after the first one that are not timed; `mode="auto"` has more, since it tries
+            every mode before it settles.
         repeat: timed calls, whose median counts.
         static_batches: batches at which "hf-static" is measured; each of them compiles anew.
         psd: more fields of `PSDConfig` for our own modes.
@@ -88,6 +89,7 @@ class Settings:
     prompts: str | None = None
     tokenizer: str | None = None
     warm_ups: int = 1
+    auto_warm_ups: int = 4
     repeat: int = 3
     static_batches: tuple[int, ...] = (1,)
     psd: tuple[tuple[str, Any], ...] = ()

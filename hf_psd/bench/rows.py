@@ -17,6 +17,7 @@ from .profiles import METHODS, Settings
 _FREE = (
     "repeat",
     "warm_ups",
+    "auto_warm_ups",
     "batches",
     "two_batches",
     "gammas",
@@ -51,6 +52,7 @@ class Row:
     observed_seconds: float | None = None
     makespan_per_request_ms: float | None = None
     mode: str | None = None
+    forwards_by_mode: dict[str, int] | None = None
     target_forwards: int | None = None
     draft_forwards: int | None = None
     ms_per_forward: float | None = None
@@ -68,11 +70,13 @@ class Row:
     over_gib: float | None = None
     gb_per_second: float | None = None
     floor_share: float | None = None
+    draft_ms: float | None = None
+    verify_ms: float | None = None
     overlap: float | None = None
     overlap_steady: float | None = None
     target_idle: float | None = None
     target_idle_steady: float | None = None
-    spans: list[tuple[str, str, float, float]] | None = None
+    spans: list[Any] | None = None
     digests: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     error: str | None = None

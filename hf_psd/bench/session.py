@@ -140,7 +140,7 @@ class Session:
                     point.method,
                     point.batch,
                     devices,
-                    settings.warm_ups,
+                    settings.auto_warm_ups if point.method == "auto" else settings.warm_ups,
                     settings.repeat,
                     enough=lambda: self.left() < 0,
                 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_psd.bench.clocks import TokenClock, percentiles
-from hf_psd.bench.comparisons import capped_lines, identical, losses, ratios
+from hf_psd.bench.comparisons import capped_lines, identical, losses, predicted_gain, ratios
 from hf_psd.bench.plots import plot_bars, plot_timeline
 from hf_psd.bench.points import BATCH_ONE, Point, all_points, choose
 from hf_psd.bench.profiles import METHODS, PROFILES, RIVALS, override, quick
@@ -17,10 +17,11 @@ from hf_psd.bench.prompts import encode_prompts, random_prompts, read_prompts
 from hf_psd.bench.report import markdown
 from hf_psd.bench.rows import Results, Row, digest_rows, row_for
 from hf_psd.bench.session import out_of_memory
-from hf_psd.bench.spans import idle_share, overlap_share, steady
+from hf_psd.bench.spans import steady, typical_ms
 from hf_psd.hooks import StepContext
 from hf_psd.phases import Request
 from hf_psd.testing.pairs import SHAPES
+from hf_psd.timeline import Span
 
 TINY = PROFILES["tiny"]
 
@@ -157,19 +158,19 @@ def ticking(monkeypatch, clock: TokenClock) -> TokenClock:
 
 
 class TestSpans:
-    def test_overlap_is_of_the_less_busy_lane(self):
-        spans = [("target", "verify", 0, 10), ("drafter", "draft", 5, 9), ("drafter", "draft", 12, 14)]
-        assert overlap_share(spans) == pytest.approx(4 / 6)
-        assert overlap_share(spans[:1]) is None
-
-    def test_idle_time_between_verifications(self):
-        spans = [("a", "verify", 0, 4), ("a", "verify", 5, 10), ("b", "draft", 0, 30)]
-        assert idle_share(spans) == pytest.approx(0.1)
-        assert idle_share(spans[2:]) is None
-
     def test_the_steady_part_has_neither_start_nor_tail_nor_prompts(self):
-        spans = [("a", "prefill", 0, 50), *[("a", "verify", 50 + i, 51 + i) for i in range(8)]]
-        assert steady(spans) == [("a", "verify", 50 + i, 51 + i) for i in range(2, 6)]
+        spans = [Span("a", "prefill", 0, 50), *[Span("a", "verify", 50 + i, 51 + i) for i in range(8)]]
+        assert steady(spans) == [Span("a", "verify", 50 + i, 51 + i) for i in range(2, 6)]
+        assert steady(spans[:1]) == []
+
+    def test_typical_times_are_by_kind(self):
+        spans = [
+            Span("a", "verify", 0, 4),
+            Span("b", "draft", 0, 1),
+            Span("a", "verify", 4, 5),
+            Span("a", "verify", 5, 7),
+        ]
+        assert typical_ms(spans, "verify") == 2.0 and typical_ms(spans, "prefill") is None
 
 
 def row(layout="one", method="sd", batch=8, speed=100.0, sampled=False, gamma=4, **values) -> Row:
@@ -232,6 +233,16 @@ class TestComparisons:
         assert equal.auto_over_best == pytest.approx(121 / 125) and equal.auto_mode == "psd"
         assert equal.psd_over_ar_replicas is None
         assert by_point[8, 2].psd_over_sd is None and by_point[8, 2].auto_over_best is None
+
+    def test_the_rule_predicts_from_timed_drafts_and_verifications(self):
+        rows = [
+            row("two", "sd", 8, draft_ms=6.0, verify_ms=9.0),
+            row("two", "psd", 8, draft_ms=5.0, verify_ms=6.0),
+            row("two", "sd", 16, draft_ms=8.0, verify_ms=16.0),
+            row("two", "sd", 16, draft_ms=1.0, verify_ms=1.0, gamma=2),
+        ]
+        assert predicted_gain(rows, 8, 4) == 15 / 12 and predicted_gain(rows, 16, 4) == 24 / 18
+        assert predicted_gain(rows, 16, 2) is None and predicted_gain(rows, 32, 4) is None
 
     def test_a_capped_card_that_runs_out_is_told(self):
         rows = [
