@@ -135,7 +135,11 @@ class Engine(StepLoop):
             rows = Rows(range(batch), device)
             positions = torch.arange(columns, device=device) - padding[:, None]
             known = load(call.cache, self.runner, rows, padding) if call.cache is not None else 0
-            self.runner.feed(rows, call.prompts[:, known:-1], positions[:, known:-1], columns)
+            prompts, positions = call.prompts[:, known:-1], positions[:, known:-1]
+            if self.space.verify_graphs is not None:
+                self.space.verify_graphs.feed("target", self.runner, rows.numbers, prompts, positions)
+            else:
+                self.runner.feed(rows, prompts, positions, columns)
             self.roster.start(session, self.state.view(rows))
         self.lane.mark()
         self.manager.add(requests)

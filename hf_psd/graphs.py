@@ -8,15 +8,22 @@ from typing import Any
 import torch
 
 from .lanes import Lane
-from .runner import Rows, upload
+from .runner import PIECE_TOKENS, ModelRunner, Rows, upload
 
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_WIDTHS = (16, 64, 128, 256, 512)
 _WARM_UPS = 2
 
 
 def bucket(rows: int) -> int:
     """The group size a graph is captured for: the smallest bucket that holds `rows`."""
     return next((size for size in _BUCKETS if size >= rows), rows)
+
+
+def piece_width(rows: int, columns: int) -> int:
+    """How many of `columns` tokens a row are read at once: few shapes, and never many tokens in all."""
+    fitting = [width for width in _WIDTHS if rows * width <= PIECE_TOKENS] or [_WIDTHS[0]]
+    return next((width for width in fitting if width >= columns), fitting[-1])
 
 
 class StepGraphs:
@@ -31,7 +38,8 @@ class StepGraphs:
     def __init__(self, lane: Lane, idle_slot: int):
         self.lane, self.idle_slot = lane, idle_slot
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], Any], Any]] = {}
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[tuple[str, int], Rows] = {}
+        self._fed: dict[tuple[int, int], torch.Tensor] = {}
         self._numbers: dict[Hashable, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -40,13 +48,14 @@ class StepGraphs:
         """Number of graphs captured so far."""
         return len(self._captured)
 
-    def rows(self, slots: Sequence[int]) -> Rows:
-        """The slots in a buffer that graphs read, filled up with the idle slot; valid until the next call."""
+    def rows(self, slots: Sequence[int], purpose: str = "") -> Rows:
+        """The slots in a buffer that graphs read, filled up with the idle slot; valid until the next call for the same
+        purpose."""
         size = bucket(len(slots))
-        if size not in self._rows:
-            self._rows[size] = Rows([self.idle_slot] * size, self.lane.device)
-            self._rows[size].span = None
-        rows = self._rows[size]
+        if (purpose, size) not in self._rows:
+            self._rows[purpose, size] = Rows([self.idle_slot] * size, self.lane.device)
+            self._rows[purpose, size].span = None
+        rows = self._rows[purpose, size]
         rows.slots.copy_(upload([*slots, *[self.idle_slot] * (size - len(slots))], self.lane.device))
         return rows
 
@@ -57,6 +66,28 @@ class StepGraphs:
             self._numbers[key] = torch.zeros(size, dtype=torch.long, device=self.lane.device)
         self._numbers[key].copy_(upload([*values, *[0] * (size - len(values))], self.lane.device))
         return self._numbers[key]
+
+    def feed(
+        self, name: Hashable, runner: ModelRunner, slots: Sequence[int], ids: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """`runner.feed` of [R, T] tokens by replayed forwards of few shapes; `name` tells runners apart."""
+        rows = self.rows(slots, "feed")
+        size, start, columns = len(rows), 0, ids.shape[1]
+        while start < columns:
+            width = piece_width(size, columns - start)
+            if (size, width) not in self._fed:
+                self._fed[size, width] = torch.zeros(2, size, width, dtype=torch.long, device=self.lane.device)
+            fed, piece = self._fed[size, width], slice(start, start + width)
+            fed[1].fill_(-1)
+            count = min(width, columns - start)
+            fed[0, : len(slots), :count] = ids[:, piece]
+            fed[1, : len(slots), :count] = positions[:, piece]
+
+            def forward(fed: torch.Tensor = fed) -> Any:
+                return runner.forward(rows, fed[0], fed[1], runner.cache.capacity, logits_to_keep=1).logits
+
+            self.run(("feed", name, size, width), rows, forward)
+            start += width
 
     def run(self, key: Hashable, rows: Rows, function: Callable[[], Any]) -> Any:
         """Replays the graph of `function` for `key`, capturing it on first use; returns its output buffers.

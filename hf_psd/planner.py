@@ -53,7 +53,7 @@ def expected_rounds(row: Row, rows: int) -> float:
     """
     spread = math.sqrt(max(0.0, row.rate - 1.0) * row.rate)
     behind = NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25)) * spread * math.sqrt(row.remaining / row.rate)
-    return (row.remaining + behind) / row.rate
+    return max(1.0, (row.remaining + behind) / row.rate)
 
 
 def makespan(rows: Sequence[Row], seconds: Cost) -> float:

@@ -140,7 +140,7 @@ class Roster:
         graphs, session, limits = self.space.draft_graphs, self._session, self.space.limits
         assert graphs is not None and session is not None
         slots = [request.slot for request in requests]
-        with self.lane.work("draft"):
+        with self.lane.work():
             rows = graphs.rows(slots)
             away = [key for key, _ in plan if self.drafters[key].device not in (None, self.device)]
             packed = graphs.run(("view", len(rows)), rows, lambda: pack_view(state.view(rows))) if away else None
@@ -160,7 +160,7 @@ class Roster:
                     )
                     turns.append((key, None, None))
                     continue
-                with self.lane.work("draft"):
+                with self.lane.work():
                     shape = replayed(drafter.prepare(requests, budgets, view_of), limits.gamma, limits.capacity)
                     turns.append((key, graphs.numbers(key, shape.budgets, len(rows)), shape))
 
@@ -177,7 +177,7 @@ class Roster:
             ]
             return _store(state, rows, proposals, session.vocab_size)
 
-        with self.lane.work("draft"):
+        with self.lane.work("draft" if len(turns) > len(arrived) else ""):
             shapes = tuple(
                 (self.drafters[key].signature, shape and (shape.width, shape.depth)) for key, _, shape in turns
             )

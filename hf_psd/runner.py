@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from .attention import FAST, MaskBuilder
 from .cache import KVAddress, RaggedCache
 
-_PIECE = 512  # prompts are read so many columns at a time
+PIECE_TOKENS = 2048  # prompts are read so many tokens at a time, which bounds the memory of activations
+_LONGEST_PIECE = 512
 _KV_GRANULE = 32  # attention reads a multiple of this many positions, so that shapes repeat
 
 
@@ -131,8 +132,9 @@ class ModelRunner:
 
     def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
         """Stores the KV of [R, T] tokens (arguments as in `forward`), in pieces that keep the masks small."""
-        for start in range(0, ids.shape[1], _PIECE):
-            piece = slice(start, start + _PIECE)
+        width = min(_LONGEST_PIECE, max(16, PIECE_TOKENS // ids.shape[0]))
+        for start in range(0, ids.shape[1], width):
+            piece = slice(start, start + width)
             self.forward(rows, ids[:, piece], positions[:, piece], kv_length, logits_to_keep=1)
 
 

@@ -56,6 +56,12 @@ class Workspace:
             self._seeds[device] = torch.zeros((), dtype=torch.long, device=device)
         return self._seeds[device]
 
+    def draft_graphs_on(self, device: torch.device) -> StepGraphs | None:
+        """The graphs of drafters on a device, None where drafters run without."""
+        if self.draft_graphs is None or device.type != "cuda":
+            return None
+        return self.draft_graphs if device == self.runner.device else self.graphs_on(device)
+
     def graphs_on(self, device: torch.device) -> StepGraphs:
         """The graphs of draft turns on another CUDA device than the target's."""
         if device not in self._graphs_away:

@@ -139,7 +139,11 @@ class ModelDrafter(Drafter):
             ids, positions = part.last_tokens(max(lags[row] for row in late))
             bound = max(requests[row].most for row in late)
             self.forwards += 1
-            self._runner.feed(part.rows, ids[:, :-1], positions[:, :-1], bound)
+            graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
+            if graphs is not None:
+                graphs.feed(self.key, self._runner, part.rows.numbers, ids[:, :-1], positions[:, :-1])
+            else:
+                self._runner.feed(part.rows, ids[:, :-1], positions[:, :-1], bound)
             lags = [1 if lag > usual else lag for lag in lags]
         for request in requests:
             request.covered[self.key] = request.length

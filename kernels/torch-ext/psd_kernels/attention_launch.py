@@ -19,6 +19,12 @@ def key_block(head_dim: int, dtype: torch.dtype) -> int:
     return 64 if head_dim <= 128 and dtype != torch.float32 else 32
 
 
+def fitting_stages(block_m: int, block_n: int, dim: int, element_size: int, device: torch.device) -> int:
+    """How many key tiles may be in flight: each takes shared memory, as do up to three copies of the query tile."""
+    tile, queries = 2 * block_n * dim * element_size, 3 * block_m * dim * element_size
+    return max(1, (shared_memory(device) - queries) // tile + 1)
+
+
 def dot_precision(query: Tensor) -> str:
     """fp32 products keep fp32 accuracy, on tensor cores where they can."""
     if query.dtype != torch.float32:
@@ -62,9 +68,8 @@ def launch_ragged_attention(
     dim_block = triton.next_power_of_2(dim)
     ahead = table.shape[1] > 1 and size % block_n == 0
     stages = stages or (3 if dim <= 128 and query.dtype != torch.float32 else 2)
+    stages = min(stages, fitting_stages(block_m, block_n, dim_block, query.element_size(), query.device))
     stages = 2 * stages - 1 if ahead else stages
-    tile_bytes = 2 * block_n * dim_block * query.element_size()
-    stages = max(1, min(stages, shared_memory(query.device) // tile_bytes - 1))
     if splits is None:
         programs = rows * kv_heads * query_tiles
         wanted = PROGRAMS_PER_PROCESSOR * processors(query.device) // programs
