@@ -62,7 +62,8 @@ class Session:
     def run(self) -> None:
         """Measures until all points are done or the time is up; an interrupt ends it too, with every row kept."""
         if not self.results.environment:
-            self.results.environment = environment(self.settings.devices)
+            found = environment(self.settings.devices)
+            self.results.environment = found | {"commit": found["commit"] or self.results.commit}
         progress = tqdm(self.points, disable=not self.bar, unit="point")
         try:
             for point in progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_psd.bench import costs, session
+from hf_psd.bench import command, costs, session
 from hf_psd.bench.capped import CapExperiment
 from hf_psd.bench.decoders import make_decoder
 from hf_psd.bench.flashspec import installed
@@ -261,6 +262,38 @@ def test_drafters_take_the_targets_vocabulary(monkeypatch):
     monkeypatch.setitem(pairs.SHAPES, "tiny-drafter", pairs.SHAPES["tiny-drafter"] | {"vocab": 7990})
     target, (drafter,) = pairs.synthetic_pair("tiny", ("tiny-drafter",), layers=1, dtype=torch.float32)
     assert drafter.config.vocab_size == target.config.vocab_size == 8000
+
+
+def test_a_second_drafter_changes_nothing(monkeypatch):
+    monkeypatch.setitem(pairs.SHAPES, "wider", pairs.SHAPES["tiny-drafter"] | {"hidden": 192})
+    alone = pairs.synthetic_pair("tiny", ("tiny-drafter",), layers=1, dtype=torch.float32)
+    among = pairs.synthetic_pair("tiny", ("tiny-drafter", "wider"), layers=1, dtype=torch.float32)
+    for one, other in ((alone[0], among[0]), (alone[1][0], among[1][0])):
+        assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in one.state_dict().items())
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(SystemExit, match="cuda:9 is asked for"):
+        main(["bench", "--device", "cuda:9", "--profile", "tiny"])
+
+
+@pytest.mark.parametrize(
+    "options, devices",
+    [
+        ("--profile llama-8b", ("cuda:0", "cuda:0")),
+        ("--profile llama-8b --devices 2", ("cuda:0", "cuda:1")),
+        ("--profile llama-8b --devices 2 --device cuda:0 cuda:0", ("cuda:0", "cuda:0")),
+        ("--profile llama-8b --device cuda:1", ("cuda:1", "cuda:1")),
+        ("--profile tiny --devices 2 --psd fused_ops=False selector=ucb1", ("cpu", "cpu")),
+    ],
+)
+def test_options_become_settings(options, devices):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    settings = command.resolve(parser.parse_args(options.split()))
+    assert settings.devices == devices and settings.two == ("--devices 2" in options)
+    assert settings.profile in options
+    assert dict(settings.psd) == ({"fused_ops": False, "selector": "ucb1"} if "--psd" in options else {})
 
 
 def test_results_are_saved_after_every_point(tmp_path, monkeypatch):
