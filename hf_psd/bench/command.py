@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--resume", action="store_true", help="keep the points that --json has and measure the others")
     how.add_argument("--json", type=Path, default=Path("hf-psd-bench.json"), help="results file [%(default)s]")
     how.add_argument("--psd", nargs="+", default=[], metavar="NAME=VALUE", help="more PSDConfig fields for our modes")
-    how.add_argument("--no-plans", action="store_true", help="do not ask the planner for its own account")
+    how.add_argument("--plans", action="store_true", help="add what hf_psd.explain says of each auto point (slow)")
     how.add_argument("--commit", help="recorded where git cannot tell it")
     how.add_argument("--no-plots", action="store_true", help="write no pictures")
     how.add_argument("--no-bar", action="store_true", help="show no progress bar")
@@ -95,7 +95,7 @@ def run(parsed: argparse.Namespace) -> None:
         results.resume()
     limit = parsed.time_limit or (QUICK_SECONDS if parsed.quick else None)
     results.commit = parsed.commit
-    Session(results, points, limit, bar=not parsed.no_bar, plans=not parsed.no_plans).run()
+    Session(results, points, limit, bar=not parsed.no_bar, plans=parsed.plans).run()
     results.save()
     parsed.json.with_suffix(".md").write_text(markdown(results))
     print(f"Wrote {parsed.json} and {parsed.json.with_suffix('.md')}.")

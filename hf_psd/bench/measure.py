@@ -14,7 +14,7 @@ from .clocks import TokenClock, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
-from .spans import steady, typical_ms
+from .spans import draft_ms, steady, verify_ms
 
 _KEPT_SPANS = 160
 
@@ -105,7 +105,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
         row.spans = [
             (lane, kind, round(start, 3), round(end, 3)) for lane, kind, start, end in found.spans[:_KEPT_SPANS]
         ]
-        row.draft_ms, row.verify_ms = typical_ms(found.spans, "draft"), typical_ms(found.spans, "verify")
+        row.draft_ms, row.verify_ms = draft_ms(found.spans), verify_ms(found.spans)
         row.target_idle, row.target_idle_steady = idle_share(found.spans), idle_share(steady(found.spans))
         if row.draft_ms is not None:
             row.overlap, row.overlap_steady = overlap_share(found.spans), overlap_share(steady(found.spans))
