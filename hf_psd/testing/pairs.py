@@ -57,11 +57,8 @@ def synthetic_pair(
     width, vocab = SHAPES[target]["hidden"], SHAPES[target]["vocab"]
     torch.manual_seed(seed)
     big = _build(SHAPES[target], layers, dtype, device)
-    small = []
-    for name in drafters:
-        torch.manual_seed(seed)  # a model's weights must not depend on which others are built
-        small.append(_build(SHAPES[name] | {"vocab": vocab}, layers, dtype, device))
-    torch.manual_seed(seed + 1)
+    small = [_build(SHAPES[name] | {"vocab": vocab}, layers, dtype, device) for name in drafters]
+    torch.manual_seed(seed + 1)  # the target must not depend on how many drafters were built
     with torch.no_grad():
         embedding = torch.randn(vocab, width, device=device, dtype=torch.float32)
         head = torch.randn(vocab, width, device=device, dtype=torch.float32) * (_SHARPNESS / math.sqrt(width))

@@ -182,7 +182,7 @@ class TestTwoDevices:
         prompts = Lab(SMALL, 4).prompts(4)
         content = (prompts.ids.tolist(), prompts.mask.tolist())
         barrier = threading.Barrier(1)
-        worker = threading.Thread(target=serve, args=(theirs, barrier, SMALL, content))
+        worker = threading.Thread(target=serve, args=(theirs, barrier, SMALL, content), daemon=True)
         worker.start()
         parts = []
         for task in (("ar", 0, 2, False, 4), ("no such", 0, 2, False, 4), ("sd", 2, 4, False, 4)):
