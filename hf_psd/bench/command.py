@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--resume", action="store_true", help="keep the points that --json has and measure the others")
     how.add_argument("--json", type=Path, default=Path("hf-psd-bench.json"), help="results file [%(default)s]")
     how.add_argument("--psd", nargs="+", default=[], metavar="NAME=VALUE", help="more PSDConfig fields for our modes")
-    how.add_argument("--no-plans", action="store_true", help="do not ask the planner for its own account")
+    how.add_argument("--plans", action="store_true", help="add what hf_psd.explain says of each auto point (slow)")
+    how.add_argument("--commit", help="recorded where git cannot tell it")
     how.add_argument("--no-plots", action="store_true", help="write no pictures")
     how.add_argument("--no-bar", action="store_true", help="show no progress bar")
 
@@ -88,11 +89,13 @@ def run(parsed: argparse.Namespace) -> None:
         numbers = {point: number for number, point in enumerate(all_points(settings), 1)}
         print("\n".join(f"{numbers[point]:>4}  {point.name}" for point in points))
         return
+    _refuse_missing(settings.devices)
     results = Results(parsed.json, settings)
     if parsed.resume:
         results.resume()
     limit = parsed.time_limit or (QUICK_SECONDS if parsed.quick else None)
-    Session(results, points, limit, bar=not parsed.no_bar, plans=not parsed.no_plans).run()
+    results.commit = parsed.commit
+    Session(results, points, limit, bar=not parsed.no_bar, plans=parsed.plans).run()
     results.save()
     parsed.json.with_suffix(".md").write_text(markdown(results))
     print(f"Wrote {parsed.json} and {parsed.json.with_suffix('.md')}.")
@@ -136,10 +139,18 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _devices(parsed: argparse.Namespace, settings: Settings) -> list[str]:
-    given = parsed.device or list(settings.devices)
-    named = [f"{device}:0" if device == "cuda" else device for device in given]
-    if parsed.devices == 1:
-        return [named[0], named[0]]
-    if len(named) == 2 and named[0] != named[1]:
-        return named
-    return ["cuda:0", "cuda:1"] if named[0].startswith("cuda") else [named[0], named[0]]
+    given = [f"{device}:0" if device == "cuda" else device for device in parsed.device or ()]
+    if len(given) > 1 and parsed.devices == 2:
+        return given[:2]
+    first = given[0] if given else settings.devices[0]
+    return [first, "cuda:1" if parsed.devices == 2 and first == "cuda:0" else first]
+
+
+def _refuse_missing(devices: tuple[str, ...]) -> None:
+    count = torch.cuda.device_count()
+    for device in devices:
+        if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
+            raise SystemExit(
+                f"hf-psd bench: {device} is asked for and {count} CUDA devices are there. Use --device to name "
+                "others, or --profile tiny --device cpu."
+            )

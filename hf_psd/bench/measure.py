@@ -14,7 +14,7 @@ from .clocks import TokenClock, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
-from .spans import steady, typical_ms
+from .spans import draft_ms, steady, verify_ms
 
 _KEPT_SPANS = 160
 
@@ -102,8 +102,10 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.e2e_ms = percentiles(latencies["e2e"] or [1e3 * found.observed])
     row.notes += counts.notes
     if found.spans:
-        row.spans = [tuple(span) for span in found.spans[:_KEPT_SPANS]]
-        row.draft_ms, row.verify_ms = typical_ms(found.spans, "draft"), typical_ms(found.spans, "verify")
+        row.spans = [
+            (lane, kind, round(start, 3), round(end, 3)) for lane, kind, start, end in found.spans[:_KEPT_SPANS]
+        ]
+        row.draft_ms, row.verify_ms = draft_ms(found.spans), verify_ms(found.spans)
         row.target_idle, row.target_idle_steady = idle_share(found.spans), idle_share(steady(found.spans))
         if row.draft_ms is not None:
             row.overlap, row.overlap_steady = overlap_share(found.spans), overlap_share(steady(found.spans))
@@ -139,7 +141,8 @@ def fill_costs(
         row.peak_gib = {device: peak / costs.GIB for device, peak in found.peaks.items()}
         row.before_gib = {device: used / costs.GIB for device, used in found.before.items()}
         row.weights_gib, row.kv_gib = weights / costs.GIB, row.batch * tokens * per_token / costs.GIB
-        row.over_gib = sum(row.peak_gib.values()) - row.weights_gib - row.kv_gib
+        held = max(row.weights_gib, sum(row.before_gib.values()))  # earlier methods may have left something behind
+        row.over_gib = sum(row.peak_gib.values()) - held - row.kv_gib
     counts = found.counts
     known = counts.draft_forwards is not None or not counts.drafted
     if bandwidth is None or row.step_ms is None or not known or counts.steps_ms is not None:

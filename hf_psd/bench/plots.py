@@ -9,7 +9,7 @@ from typing import Any
 from .points import ONE, REPLICAS, TWO
 from .rows import Row
 
-_COLOURS = {"verify": "tab:blue", "draft": "tab:orange"}
+_COLOURS = {"verify": "tab:blue", "draft": "tab:orange", "prefill": "tab:grey"}
 
 
 def plot_bars(rows: Sequence[Row], path: Path) -> bool:
@@ -76,6 +76,8 @@ def plot_timeline(rows: Sequence[Row], path: Path, most: int = 4) -> bool:
         panel.set_yticks(range(len(lanes)), lanes)
         shared = f", overlap {row.overlap_steady:.0%}" if row.overlap_steady is not None else ""
         panel.set_title(f"{row.name} ({row.mode}{shared})", fontsize=9)
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in _COLOURS.values()]
+    panels[0][0].legend(patches, list(_COLOURS), fontsize=7, ncol=len(_COLOURS))
     panels[-1][0].set_xlabel("ms")
     _finish(pyplot, figure, path)
     return True

@@ -156,7 +156,7 @@ def _plans(facts: dict[str, Any]) -> list[str]:
     if not plans:
         return []
     told = [f"`{name}`:\n\n```\n{plan['text']}\n```" for name, plan in plans.items()]
-    return ["## What the planner said", *told]
+    return ["## What `hf_psd.explain` said", *told]
 
 
 def _facts(facts: dict[str, Any]) -> str:

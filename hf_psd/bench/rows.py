@@ -111,10 +111,14 @@ class Results:
     Args:
         path: the JSON file; its parent is made if need be.
         settings: of the run.
+
+    Attributes:
+        commit: recorded where git cannot tell it.
     """
 
     def __init__(self, path: Path, settings: Settings):
         self.path, self.settings = path, settings
+        self.commit: str | None = None
         self.environment: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.rows: dict[str, Row] = {}

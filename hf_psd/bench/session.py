@@ -38,7 +38,7 @@ class Session:
         time_limit: seconds from now after which no further point begins; None is no limit.
         say: prints a line.
         bar: whether to show a progress bar.
-        plans: whether to ask the planner for its own account after "auto" was measured.
+        plans: whether to ask `hf_psd.explain` after "auto" was measured.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Session:
         time_limit: float | None = None,
         say: Callable[[str], None] = print,
         bar: bool = True,
-        plans: bool = True,
+        plans: bool = False,
     ):
         self.results, self.settings = results, results.settings
         self.points = [point for point in points if not results.done(point)]
@@ -62,7 +62,8 @@ class Session:
     def run(self) -> None:
         """Measures until all points are done or the time is up; an interrupt ends it too, with every row kept."""
         if not self.results.environment:
-            self.results.environment = environment(self.settings.devices)
+            found = environment(self.settings.devices)
+            self.results.environment = found | {"commit": found["commit"] or self.results.commit}
         progress = tqdm(self.points, disable=not self.bar, unit="point")
         try:
             for point in progress:
@@ -164,10 +165,8 @@ class Session:
             free()
 
     def _note_plan(self, point: Point, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        """The planner's own account of its choice, beside the measurement."""
         plan = explain_plan(target, drafter, self.lab.prompts(point.batch), self._settings(point))
-        if plan is not None:
-            self.results.facts.setdefault("plans", {})[point.name] = plan
+        self.results.facts.setdefault("plans", {})[point.name] = plan
 
     def _pool(self) -> ReplicaPool:
         if self.replicas is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..timeline import Span
+from ..timeline import Span, merged, total
 from .clocks import median
 
 
@@ -18,7 +18,13 @@ def steady(spans: Sequence[Span]) -> list[Span]:
     return [span for span in decoding if span.start >= low and span.end <= high]
 
 
-def typical_ms(spans: Sequence[Span], kind: str) -> float | None:
-    """Median milliseconds of one piece of work of that kind; None if there is none."""
-    lengths = [span.end - span.start for span in spans if span.kind == kind]
+def verify_ms(spans: Sequence[Span]) -> float | None:
+    """Median milliseconds of a verification; None if there is none."""
+    lengths = [span.end - span.start for span in spans if span.kind == "verify"]
     return median(lengths) if lengths else None
+
+
+def draft_ms(spans: Sequence[Span]) -> float | None:
+    """Milliseconds of drafting per verification; None if either is missing."""
+    drafting, verifications = merged(spans, "draft"), sum(span.kind == "verify" for span in spans)
+    return total(drafting) / verifications if drafting and verifications else None

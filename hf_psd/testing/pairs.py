@@ -54,10 +54,11 @@ def synthetic_pair(
     Returns:
         The target and the drafters, in eval mode. `measure_agreement` tells what was reached.
     """
+    width, vocab = SHAPES[target]["hidden"], SHAPES[target]["vocab"]
     torch.manual_seed(seed)
     big = _build(SHAPES[target], layers, dtype, device)
-    width, vocab = SHAPES[target]["hidden"], SHAPES[target]["vocab"]
     small = [_build(SHAPES[name] | {"vocab": vocab}, layers, dtype, device) for name in drafters]
+    torch.manual_seed(seed + 1)  # the target must not depend on how many drafters were built
     with torch.no_grad():
         embedding = torch.randn(vocab, width, device=device, dtype=torch.float32)
         head = torch.randn(vocab, width, device=device, dtype=torch.float32) * (_SHARPNESS / math.sqrt(width))

@@ -17,7 +17,7 @@ from hf_psd.bench.prompts import encode_prompts, random_prompts, read_prompts
 from hf_psd.bench.report import markdown
 from hf_psd.bench.rows import Results, Row, digest_rows, row_for
 from hf_psd.bench.session import out_of_memory
-from hf_psd.bench.spans import steady, typical_ms
+from hf_psd.bench.spans import draft_ms, steady, verify_ms
 from hf_psd.hooks import StepContext
 from hf_psd.phases import Request
 from hf_psd.testing.pairs import SHAPES
@@ -163,14 +163,15 @@ class TestSpans:
         assert steady(spans) == [Span("a", "verify", 50 + i, 51 + i) for i in range(2, 6)]
         assert steady(spans[:1]) == []
 
-    def test_typical_times_are_by_kind(self):
+    def test_a_round_may_have_several_pieces_of_drafting(self):
         spans = [
             Span("a", "verify", 0, 4),
             Span("b", "draft", 0, 1),
+            Span("b", "draft", 2, 4),
             Span("a", "verify", 4, 5),
-            Span("a", "verify", 5, 7),
         ]
-        assert typical_ms(spans, "verify") == 2.0 and typical_ms(spans, "prefill") is None
+        assert verify_ms(spans) == 2.5 and draft_ms(spans) == 1.5
+        assert draft_ms(spans[:1]) is None and verify_ms(spans[1:3]) is None
 
 
 def row(layout="one", method="sd", batch=8, speed=100.0, sampled=False, gamma=4, **values) -> Row:

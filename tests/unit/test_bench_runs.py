@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import multiprocessing
 import threading
@@ -12,7 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_psd.bench import costs, session
+from hf_psd.bench import command, costs, session
 from hf_psd.bench.capped import CapExperiment
 from hf_psd.bench.decoders import make_decoder
 from hf_psd.bench.flashspec import installed
@@ -25,6 +27,7 @@ from hf_psd.bench.session import Session
 from hf_psd.cli import main
 from hf_psd.testing import pairs
 
+PICTURES = importlib.util.find_spec("matplotlib") is not None
 SMALL = replace(PROFILES["tiny"], layers=1, prompt=6, new_tokens=8, warm_ups=0)
 
 
@@ -61,7 +64,7 @@ class TestOneDevice:
         assert found["rows"][1]["acceptance"] > 0 and found["rows"][0]["tokens_per_forward"] == 1.0
         assert found["environment"]["versions"]["torch"] and found["facts"]["agreement"] > 0.3
         assert "Where we lose" in path.with_suffix(".md").read_text()
-        assert path.with_suffix(".png").exists()
+        assert path.with_suffix(".png").exists() == PICTURES
         again = bench(path, *options, "--resume", "--no-plots")
         assert [row["method"] for row in again["rows"]] == ["hf-eager", "ar", "sd", "psd"]
         assert again["rows"][2] == found["rows"][1]  # not measured anew
@@ -156,7 +159,7 @@ class TestOneDevice:
         row = found["rows"][0]
         assert {span[1] for span in row["spans"]} == {"prefill", "draft", "verify"}
         assert row["draft_ms"] > 0 and row["verify_ms"] > 0 and row["overlap"] == 0.0  # one thread: nothing overlaps
-        assert (tmp_path / "r-timeline.png").exists()
+        assert (tmp_path / "r-timeline.png").exists() == PICTURES
 
 
 class TestTwoDevices:
@@ -179,7 +182,7 @@ class TestTwoDevices:
         prompts = Lab(SMALL, 4).prompts(4)
         content = (prompts.ids.tolist(), prompts.mask.tolist())
         barrier = threading.Barrier(1)
-        worker = threading.Thread(target=serve, args=(theirs, barrier, SMALL, content))
+        worker = threading.Thread(target=serve, args=(theirs, barrier, SMALL, content), daemon=True)
         worker.start()
         parts = []
         for task in (("ar", 0, 2, False, 4), ("no such", 0, 2, False, 4), ("sd", 2, 4, False, 4)):
@@ -261,6 +264,38 @@ def test_drafters_take_the_targets_vocabulary(monkeypatch):
     monkeypatch.setitem(pairs.SHAPES, "tiny-drafter", pairs.SHAPES["tiny-drafter"] | {"vocab": 7990})
     target, (drafter,) = pairs.synthetic_pair("tiny", ("tiny-drafter",), layers=1, dtype=torch.float32)
     assert drafter.config.vocab_size == target.config.vocab_size == 8000
+
+
+def test_a_second_drafter_changes_nothing(monkeypatch):
+    monkeypatch.setitem(pairs.SHAPES, "wider", pairs.SHAPES["tiny-drafter"] | {"hidden": 192})
+    alone = pairs.synthetic_pair("tiny", ("tiny-drafter",), layers=1, dtype=torch.float32)
+    among = pairs.synthetic_pair("tiny", ("tiny-drafter", "wider"), layers=1, dtype=torch.float32)
+    for one, other in ((alone[0], among[0]), (alone[1][0], among[1][0])):
+        assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in one.state_dict().items())
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(SystemExit, match="cuda:9 is asked for"):
+        main(["bench", "--device", "cuda:9", "--profile", "tiny"])
+
+
+@pytest.mark.parametrize(
+    "options, devices",
+    [
+        ("--profile llama-8b", ("cuda:0", "cuda:0")),
+        ("--profile llama-8b --devices 2", ("cuda:0", "cuda:1")),
+        ("--profile llama-8b --devices 2 --device cuda:0 cuda:0", ("cuda:0", "cuda:0")),
+        ("--profile llama-8b --device cuda:1", ("cuda:1", "cuda:1")),
+        ("--profile tiny --devices 2 --psd fused_ops=False selector=ucb1", ("cpu", "cpu")),
+    ],
+)
+def test_options_become_settings(options, devices):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    settings = command.resolve(parser.parse_args(options.split()))
+    assert settings.devices == devices and settings.two == ("--devices 2" in options)
+    assert settings.profile in options
+    assert dict(settings.psd) == ({"fused_ops": False, "selector": "ucb1"} if "--psd" in options else {})
 
 
 def test_results_are_saved_after_every_point(tmp_path, monkeypatch):
