@@ -97,9 +97,10 @@ def test_the_same_drafter_in_other_ids_makes_the_same_drafts(name, mode, law):
     with torch.no_grad():
         other.lm_head.weight[theirs.all_special_ids] = 0
     results = []
-    for drafter, given in ((near, {}), (other, dict(tokenizer=ours, assistant_tokenizers=[theirs]))):
-        psd["selector"] = Fixed()
-        text = shared("llama").generate(**arguments, **given, assistant_models=[drafter], psd=psd)
+    for drafter, given in ((near, {}), (other, dict(tokenizer=ours, assistant_tokenizers=[theirs, None]))):
+        psd["selector"] = Fixed((0, 0, 1))  # so that it meets text that it has not drafted
+        models = [drafter, shared("llama", noise=0.02)]
+        text = shared("llama").generate(**arguments, **given, assistant_models=models, psd=psd)
         stats = hf_psd.last_stats()
         results.append((text.tolist(), stats.drafted_at, stats.accepted_at))
     assert results[0] == results[1] and 0.05 < stats.acceptance < 0.95
