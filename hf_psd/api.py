@@ -246,6 +246,8 @@ def _dispatch(
     for name, given in (("assistant_models", assistant_models is not None), ("psd_hooks", bool(psd_hooks))):
         if psd is None and given:
             raise ValueError(f"{name} needs psd=True (or psd=False to decode plainly).")
+    if psd is False:
+        kwargs.pop("assistant_tokenizers", None)
     return original(model, *args, **kwargs)
 
 

@@ -14,13 +14,15 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
+from .drafters.retokenized import RetokenizedDrafter
+from .drafters.shared_vocabulary import SharedVocabularyDrafter
 from .runner import input_embedding
 from .support import check_supported
 from .turns import cache_of, check_cache
 
 _REFUSED = {
     "assistant_model": "pass drafters as assistant_models=[...] only.",
-    "assistant_tokenizer": "drafters must share the target's tokenizer; leave it out.",
+    "assistant_tokenizer": "pass assistant_tokenizers=[...], one per drafter.",
     "custom_generate": "psd is itself a generation method; drop one of the two.",
     "prompt_lookup_num_tokens": "pass assistant_models=['prompt_lookup'] and set gamma.",
     "inputs_embeds": "drafters need token ids; pass input_ids.",
@@ -63,7 +65,35 @@ def resolve_drafters(target: PreTrainedModel, entries: Sequence[Any] | None, kwa
         )
     if not entries:
         raise ValueError("assistant_models is empty: name at least one drafter, or leave it out for prompt lookup.")
-    return [_resolve_drafter(entry, number) for number, entry in enumerate(entries)]
+    drafters = [_resolve_drafter(entry, number) for number, entry in enumerate(entries)]
+    return _with_tokenizers(drafters, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizers", None))
+
+
+def _with_tokenizers(drafters: list[Drafter], tokenizer: Any, others: Sequence[Any] | None) -> list[Drafter]:
+    """Drafters whose tokenizer is given and maps text to other ids than the target's translate between the two."""
+    if others is None:
+        return drafters
+    if not isinstance(others, (list, tuple)) or len(others) != len(drafters):
+        raise ValueError(
+            f"psd: assistant_tokenizers must be a list with one tokenizer (or None) for each of the {len(drafters)} "
+            f"assistant_models, got {f'{len(others)} entries' if isinstance(others, (list, tuple)) else others!r}."
+        )
+    for number, other in enumerate(others):
+        if other is None:
+            continue
+        if tokenizer is None:
+            raise ValueError("psd: assistant_tokenizers need the target's tokenizer beside them: pass tokenizer=...")
+        drafter = drafters[number]
+        if tokenizer.get_vocab() == other.get_vocab() or isinstance(drafter, RetokenizedDrafter):
+            continue
+        if type(drafter) is not ModelDrafter:
+            raise ValueError(
+                f"psd: assistant_tokenizers[{number}] does not map text to the target's ids, and assistant_models"
+                f"[{number}] ({drafter.name}) has no model that could use it; pass None in its place."
+            )
+        assert drafter.model is not None
+        drafters[number] = SharedVocabularyDrafter(drafter.model, number, tokenizer, other)
+    return drafters
 
 
 def _resolve_drafter(entry: Any, number: int) -> Drafter:
@@ -120,13 +150,6 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
     if cache_of(kwargs) is not None:
         check_cache(cache_of(kwargs))
-    tokenizer = kwargs.get("tokenizer")
-    for number, other in enumerate(kwargs.pop("assistant_tokenizers", None) or []):
-        if tokenizer is None or tokenizer.get_vocab() != other.get_vocab():
-            raise ValueError(
-                f"psd: assistant_tokenizers[{number}] does not map text to the same ids as the target's tokenizer; "
-                "use a drafter with the target's tokenizer."
-            )
 
 
 def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

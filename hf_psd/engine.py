@@ -213,7 +213,7 @@ def may_graph(
         "the target is split over several devices": len(set(getattr(model, "hf_device_map", {}).values())) > 1,
         "the target does not run on the fast attention route": implementation_of(model) != FAST,
         **further,
-        "a drafter of the user's own takes part": not all(drafter.capturable for drafter in drafters),
+        "a drafter takes part whose work cannot be captured": not all(drafter.capturable for drafter in drafters),
     }
     reason = next((text for text, holds in reasons.items() if holds), None)
     if wanted is False or reason is None:

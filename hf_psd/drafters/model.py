@@ -23,11 +23,12 @@ class ModelDrafter(Drafter):
         key: its number among the call's drafters, under which requests remember how much of them its KV covers.
     """
 
+    kind = "model"
     capturable = True
 
     def __init__(self, model: PreTrainedModel, key: int):
         self._model, self.key = weakref.ref(model), key
-        self.name = _name(model, key)
+        self.name = self._label
         self.device = input_device(model)
         self._runner: ModelRunner | None = None
 
@@ -42,9 +43,13 @@ class ModelDrafter(Drafter):
             return self
         other = copy.copy(self)
         other.key = key
-        if self.name == _name(self.model, self.key):
-            other.name = _name(self.model, key)
+        if self.name == self._label:
+            other.name = other._label
         return other
+
+    @property
+    def _label(self) -> str:
+        return f"{self.kind}:{type(self.model).__name__}#{self.key}"
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -164,7 +169,3 @@ class ModelDrafter(Drafter):
             return view
         rows = Rows([view.rows.numbers[row] for row in index], self.device)
         return view.subset(rows, upload(index, self.device))
-
-
-def _name(model: PreTrainedModel, key: int) -> str:
-    return f"model:{type(model).__name__}#{key}"

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedTokenizerFast, StaticCache
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, StaticCache
 from zoo import GREEDY, P4, Recorder, assert_plain, left_padded, prompts, shared, tiny
 
 import hf_psd
@@ -256,27 +256,6 @@ def test_prompt_longer_than_the_window():
         psd=True,
         **inputs,
     )
-
-
-def tokenizer(*words):
-    from tokenizers import Tokenizer, models
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a"))
-    )
-
-
-def test_tokenizers_that_differ():
-    ours, same, other = tokenizer("a", "b"), tokenizer("a", "b"), tokenizer("b", "a")
-    given = dict(tokenizer=ours, assistant_models=[shared("llama", 11), shared("llama", 11)], psd=True)
-    refused(
-        ValueError,
-        r"assistant_tokenizers\[1\] does not map text to the same ids",
-        assistant_tokenizers=[same, other],
-        **given,
-    )
-    output = shared("llama").generate(**ARGUMENTS, assistant_tokenizers=[same, same], **given)
-    assert output.tolist() == shared("llama").generate(**ARGUMENTS).tolist()
 
 
 def test_pad_id_in_the_prompt_under_a_full_mask():
