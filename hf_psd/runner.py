@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .attention import FAST, MaskBuilder
 from .cache import KVAddress, RaggedCache
 
-_PIECE = 512  # prompts are read so many columns at a time
+PIECE = 512  # prompts are read so many columns at a time
 _KV_GRANULE = 32  # attention reads a multiple of this many positions, so that shapes repeat
 
 
@@ -131,8 +131,8 @@ class ModelRunner:
 
     def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
         """Stores the KV of [R, T] tokens (arguments as in `forward`), in pieces that keep the masks small."""
-        for start in range(0, ids.shape[1], _PIECE):
-            piece = slice(start, start + _PIECE)
+        for start in range(0, ids.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
             self.forward(rows, ids[:, piece], positions[:, piece], kv_length, logits_to_keep=1)
 
 
