@@ -154,6 +154,7 @@ def _decode(
     )
     _last_stats = call.stats
     selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
+    call.full_information = bool(getattr(selector, "full_information", False))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
     fusing = models_to_fuse(models, config.fused_ops)
     call.fused = bool(fusing)

@@ -18,11 +18,12 @@ from .ledger import Ledger
 from .loop import StepLoop, signed
 from .pacing import Pacer, profile_of
 from .phases import Request
+from .reviews import ReviewBoard
 from .runner import Rows, implementation_of, input_device, upload
 from .stats import DrafterStats, PSDStats
 from .turns import load
 from .verify.sampler import Judgement, Sampler
-from .workspace import obtain
+from .workspace import Workspace, obtain
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Call:
         ledger: the host's record, which also knows how the call ends.
         request_ids: noise key per row.
         keep_scores: whether processed scores and raw logits of each new token are wanted.
+        full_information: whether the selector wants to know what every drafter thinks of committed tokens.
         cache: a checked cache of an earlier turn, which covers the prompts' first columns.
         fused: whether fused operators stand in for the models' own during the call.
     """
@@ -52,6 +54,7 @@ class Call:
     ledger: Ledger
     request_ids: list[int]
     keep_scores: bool = False
+    full_information: bool = False
     cache: DynamicCache | None = None
     fused: bool = False
     stats: PSDStats = field(default_factory=PSDStats)
@@ -74,7 +77,8 @@ class Engine(StepLoop):
             sampler.seed, sampler.seeds = seeds[device], seeds
         apart = any(drafter.device not in (None, device) for drafter in call.drafters)
         mode = call.config.mode if call.config.mode != "auto" else "psd" if apart else "sd"
-        super().__init__(space, sampler, call.drafters, mode, gamma, hooks, stats, eos)
+        board = review_board(call, space) if mode != "ar" and call.full_information else None
+        super().__init__(space, sampler, call.drafters, mode, gamma, hooks, stats, eos, board)
         self.batch_size = batch
         known = signature(sampler.pipeline.processors)
         self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused)
@@ -127,7 +131,8 @@ class Engine(StepLoop):
         context.prompts = call.prompts
         self.tell("on_start", context)
         vocab = self.runner.vocab_size
-        session = Session(self.space, call.sampler, vocab, self.law, self.roster.warn_once)
+        reviewing = self.roster.board is not None
+        session = Session(self.space, call.sampler, vocab, self.law, self.roster.warn_once, reviewing)
         with self.lane.work("prefill"):
             padding = upload(call.padding, device)
             request_ids = upload(call.request_ids, device)
@@ -187,6 +192,14 @@ class Engine(StepLoop):
         for request in list(self.manager.requests):
             if ledger.ended[request.index]:
                 self.manager.finish(request)
+
+
+def review_board(call: Call, space: Workspace) -> ReviewBoard | None:
+    """Where drafters' reviews come together; None on the graph route, which does not serve them."""
+    if space.graphs:
+        call.stats.notes.append("with CUDA graphs the selector learns from the chosen drafter's drafts alone")
+        return None
+    return ReviewBoard(space.limits, len(call.drafters), space.runner.device, call.sampler.needs_scores)
 
 
 def obstacles(call: Call) -> dict[str, bool]:

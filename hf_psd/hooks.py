@@ -12,7 +12,8 @@ from .lanes import Lane
 from .phases import Request
 
 if TYPE_CHECKING:
-    from .selection import Plan
+    from .reviews import Reviewed
+    from .selection import Due, Plan
 
 
 @dataclass
@@ -25,12 +26,14 @@ class StepContext:
         slots: [R] int64 on the target's device, their slots; None where no tensor work is due.
         gamma: the most drafts a row can have.
         plan: who drafts how much; `before_draft` hooks may set it.
+        due: rows to be reviewed by drafters that do not draft for them; `before_draft` hooks may set it.
         drafts: [R, T - 1] int64 on the device in `after_draft` and `before_verify`, -1 where there is none.
         width: T, the tokens per row that the verification feeds.
         emitted: in `on_commit`, the new tokens of each request.
         drafted: in `on_commit`, how many drafts each request had.
         accepted: in `on_commit`, how many of them were accepted, before the end of the text cut any.
         source: in `on_commit`, the drafter each request's drafts came from, None if there were none.
+        reviews: in `on_commit`, what drafters thought of each request's newly reviewed tokens; None where nobody asks.
         seconds: in `on_commit`, from the end of these requests' previous verification to the end of this one; None
             where there was none.
         stream: the CUDA stream the work runs on, None on CPU.
@@ -47,12 +50,14 @@ class StepContext:
     gamma: int
     slots: torch.Tensor | None = None
     plan: Plan | None = None
+    due: Due = None
     drafts: torch.Tensor | None = None
     width: int = 0
     emitted: list[list[int]] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     source: list[int | None] = field(default_factory=list)
+    reviews: list[Reviewed | None] = field(default_factory=list)
     seconds: float | None = None
     stream: Any = None
     stats: Any = None

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from . import bandit
 from .config import AUTO_GAMMAS, PSDConfig
-from .phases import Phase, Request
+from .hindsight import Hindsight
+from .phases import Request
+from .pulls import Pull, PullsInFlight
 from .selection import Arm, CompositeSelector, Feedback, Plan, Selector
-
-
-@dataclass(eq=False)
-class Pull:
-    """A choice on its way to its verification: the arm, the context it was chosen in, the requests it drafts for."""
-
-    arm: int
-    context: Hashable
-    requests: list[Request] = field(default_factory=list)
-
-    @property
-    def lost(self) -> bool:
-        """Whether no verification of it can be told any more."""
-        return all(request.phase is Phase.DONE for request in self.requests)
 
 
 class BanditSelector:
@@ -54,17 +40,21 @@ class BanditSelector:
         else:
             self.arms = [bandit.Arm(drafter, int(config.gamma)) for drafter in drafters]
         self.bandit = _bandit(spec, len(self.arms), seed, config.reward)
+        self.full_information = self.bandit.full_information and config.reward == "acceptance"
+        self.due: dict[int, list[bool]] | None = None
         self.pull_stats: dict[str, Any] | None = None
+        self._hindsight = Hindsight(self.bandit, getattr(self.bandit, "review_every", REVIEW_EVERY))
         self._retired: list[int] = []
-        self._open: list[Pull] = []
-        self._flying: dict[int, deque[Pull]] = defaultdict(deque)
+        self._flying = PullsInFlight()
 
     def plan(self, requests: Sequence[Request], arms: Sequence[Arm], gamma: int) -> Plan:
         self._retire_all_but({arm.key for arm in arms})
-        self._take_back([pull for pull in self._open if pull.lost])
+        self._cancel(self._flying.take_lost())
+        self.due = None
         if not self.bandit.active_arms:
             return []
         pulls: dict[Hashable, Pull] = {}
+        seated: dict[Hashable, list[int]] = {}
         budgets: dict[int, list[int]] = {}
         for row, request in enumerate(requests):
             if request.room <= 0:
@@ -72,30 +62,36 @@ class BanditSelector:
             context = self._context_of(request, len(requests))
             if context not in pulls:
                 pulls[context] = Pull(self.bandit.select(context), context)
-            pull = pulls[context]
-            pull.requests.append(request)
-            self._flying[request.index].append(pull)
-            arm = self.arms[pull.arm]
+            self._flying.plan(request, pulls[context])
+            seated.setdefault(context, []).append(row)
+            arm = self.arms[pulls[context].arm]
             if arm.drafter is not None:
                 budgets.setdefault(arm.drafter, [0] * len(requests))[row] = arm.gamma
-        self._open += pulls.values()
+        if self.full_information:
+            self.due = self._reviews(seated, requests, arms)
         return list(budgets.items())
+
+    def launched(self, requests: Sequence[Request]) -> None:
+        """Verification of the requests has begun."""
+        self._flying.launch(requests)
 
     def feedback(self, results: Sequence[Feedback]) -> None:
         landed: dict[Pull, list[Feedback]] = {}
         for result in results:
-            flying = self._flying.get(result.request.index)
-            if flying:
-                landed.setdefault(flying.popleft(), []).append(result)
+            pull = self._flying.land(result.request)
+            if pull is not None:
+                landed.setdefault(pull, []).append(result)
         for pull, rows in landed.items():
-            reward, weight = self._reward(rows)
-            self.bandit.update(pull.arm, reward, weight, pull.context)
-            if pull in self._open:
-                self._open.remove(pull)
+            if self.full_information and any(row.reviews is not None for row in rows):
+                self._hindsight.land(pull.arm, pull.context, rows)
+            else:
+                self.bandit.update(pull.arm, *self._reward(rows), pull.context)
+            self._flying.close(pull)
 
     def end(self) -> None:
         """The call is over: pulls without a verdict do not count, drafters that failed may serve the next call."""
-        self._take_back(self._open)
+        self._hindsight.end()
+        self._cancel(self._flying.take_all())
         self.pull_stats = self.bandit.stats() | {"arms": [str(arm) for arm in self.arms]}
         for number in self._retired:
             self.bandit.revive(number)
@@ -103,7 +99,16 @@ class BanditSelector:
             for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[0] == _REQUEST]:
                 self.bandit.forget(context)
         self._retired.clear()
-        self._flying.clear()
+
+    def _reviews(
+        self, seated: Mapping[Hashable, Sequence[int]], requests: Sequence[Request], arms: Sequence[Arm]
+    ) -> dict[int, list[bool]]:
+        """For each drafter that is not heard anyway, the rows it shall review in this turn."""
+        group = requests[0].group
+        asked = {row for context, rows in seated.items() if self._hindsight.due(context, group) for row in rows}
+        rows = [row in asked for row in range(len(requests))]
+        self._hindsight.able = {arm.key for arm in arms if arm.reviews}
+        return {arm.key: rows for arm in arms if arm.is_model and arm.reviews} if asked else {}
 
     def _reward(self, rows: Sequence[Feedback]) -> tuple[float, float]:
         if self.config.reward == "goodput":
@@ -120,6 +125,10 @@ class BanditSelector:
         shared = bandit.context_key(size, self.sampled, tag)
         return (_REQUEST, request.index, *shared) if self.config.per_request else shared
 
+    def _cancel(self, pulls: Sequence[Pull]) -> None:
+        for pull in pulls:
+            self.bandit.cancel(pull.arm, pull.context)
+
     def _retire_all_but(self, alive: set[int]) -> None:
         for number in self.bandit.active_arms:
             drafter = self.arms[number].drafter
@@ -127,18 +136,10 @@ class BanditSelector:
                 self.bandit.retire(number)
                 self._retired.append(number)
 
-    def _take_back(self, pulls: Sequence[Pull]) -> None:
-        for pull in list(pulls):
-            self._open.remove(pull)
-            self.bandit.cancel(pull.arm, pull.context)
-            for request in pull.requests:
-                if pull in self._flying[request.index]:
-                    self._flying[request.index].remove(pull)
-                if request.phase is Phase.DONE:
-                    self._flying.pop(request.index, None)
-
 
 _REQUEST = "request"
+REVIEW_EVERY = 8
+"""Turns after which all drafters review what was committed, unless the bandit has a `review_every` of its own."""
 
 
 def _bandit(spec: Any, n_arms: int, seed: int | None, reward: str) -> bandit.BaseSelector[Any]:

@@ -13,9 +13,10 @@ from .hooks import StepContext, StepHookList
 from .lanes import HostRing
 from .pacing import Pacer
 from .phases import BatchManager, Request, Step
+from .reviews import ReviewBoard
 from .roster import Roster
 from .runner import Rows
-from .selection import Plan, check_plan
+from .selection import Due, Plan, check_plan
 from .stats import PSDStats
 from .verification import Packet, Verifier
 from .verify.sampler import Judgement, Sampler
@@ -44,6 +45,7 @@ class StepLoop:
         hooks: told of every event.
         stats: where counts go.
         eos: end tokens on the device, see `Verifier`.
+        board: where reviews of committed tokens come together; None if drafters are not asked for them.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class StepLoop:
         hooks: StepHookList,
         stats: PSDStats,
         eos: torch.Tensor | None,
+        board: ReviewBoard | None = None,
     ):
         self.space, self.sampler, self.gamma, self.hooks, self.stats = space, sampler, gamma, hooks, stats
         self.runner, self.state, self.lane = space.runner, space.state, space.lane
         self.ring = HostRing(self.runner.device)
         drafting = mode != "ar"
         self.manager = BatchManager(groups=2 if mode == "psd" else 1, drafting=drafting)
-        self.roster = Roster(drafters if drafting else [], space, stats)
+        self.roster = Roster(drafters if drafting else [], space, stats, board)
         self.verifier = Verifier(self.runner, self.state, sampler, self.roster, eos)
         self.batch_size = space.limits.slots
         self.keep_scores = False
@@ -80,7 +83,7 @@ class StepLoop:
             left = len(self.ring) > 0
             self.absorb_before(self.step + 1)
             return left
-        plan = self._plan(step.draft) if step.draft else []
+        plan, due = self._plan(step.draft) if step.draft else ([], None)
         if not plan and not step.verify:
             self.manager.advance(step)  # nobody drafts: verify at once instead of spending a step on nothing
             return True
@@ -92,7 +95,7 @@ class StepLoop:
         if plan:
             context = self.context(step.draft)
             context.plan = plan
-            context.drafts = self.roster.draft(self.state, step.draft, plan)
+            context.drafts = self.roster.draft(self.state, step.draft, plan, due)
             self.tell("after_draft", context)
         self.manager.advance(step)
         self.absorb_before(self.step)
@@ -126,10 +129,13 @@ class StepLoop:
         """Calls the hooks."""
         self.hooks.call(event, context)
 
-    def _plan(self, requests: list[Request]) -> Plan:
-        """Asks the selector for budgets and clips them to what each row can still use; [] if nobody drafts."""
+    def _plan(self, requests: list[Request]) -> tuple[Plan, Due]:
+        """Asks the selector for budgets and clips them to what each row can still use; [] if nobody drafts.
+
+        Also gives the rows to be reviewed by drafters that do not draft for them.
+        """
         if self.pacer is not None and not self.pacer.drafting:
-            return []
+            return [], None
         context = self.context(requests)
         context.step += 1
         self.tell("before_draft", context)
@@ -141,7 +147,7 @@ class StepLoop:
                 plan.append((key, clipped))
         for row, request in enumerate(requests):
             request.proposals = [(key, budgets[row]) for key, budgets in plan if budgets[row] > 0]
-        return plan
+        return plan, context.due
 
     def afford(self, key: int, requests: Sequence[Request], budgets: list[int]) -> list[int]:
         """The budgets that drafter `key` has memory for."""
@@ -189,7 +195,7 @@ class StepLoop:
         context = self.context([])
         context.width = verification.width
         for row, (request, numbers) in enumerate(zip(verification.requests, rows)):
-            packet = Packet.read(numbers, verification.width, self.roster.announcers)
+            packet = Packet.read(numbers, verification.width, self.roster)
             if self.over(request):  # an over-run step of a row that ended before it
                 request.learn([], 0, packet.announced)
                 continue
@@ -208,6 +214,7 @@ class StepLoop:
             context.drafted.append(packet.drafted)
             context.accepted.append(packet.accepted)
             context.source.append(packet.source if packet.drafted else None)
+            context.reviews.append(packet.reviews)
         context.seconds = self.clock.lap(verification.step, verification.requests, self.ring.landed)
         if context.requests:
             self.settle(context)

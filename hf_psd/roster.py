@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from .away import AwayTurns, pack_view, replayed
 from .drafters.base import Drafter, Outcome, Proposal, Session, Shape, Task
 from .lanes import Lane
 from .phases import Request
+from .reviews import Review, ReviewBoard
 from .runner import Rows
 from .selection import Arm, Plan
 from .state import SequenceState, View
@@ -27,9 +29,13 @@ class Roster:
         drafters: in the user's order; their place is their key.
         space: the call's device buffers and lanes.
         stats: where retirements are noted.
+        board: collects what drafters say of committed tokens; None if they are not asked.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], space: Workspace, stats: PSDStats):
+    def __init__(
+        self, drafters: Sequence[Drafter], space: Workspace, stats: PSDStats, board: ReviewBoard | None = None
+    ):
+        self.board = board
         self.drafters, self.space, self.stats = list(drafters), space, stats
         self.device = space.runner.device
         self.alive: dict[int, Drafter] = dict(enumerate(drafters))
@@ -45,7 +51,7 @@ class Roster:
     @property
     def arms(self) -> list[Arm]:
         """Drafters that can still be chosen."""
-        return [Arm(key, drafter.name, not drafter.announces) for key, drafter in self.alive.items()]
+        return [Arm(key, drafter.name, not drafter.announces, drafter.reviews) for key, drafter in self.alive.items()]
 
     @property
     def needs_hidden_states(self) -> bool:
@@ -64,25 +70,43 @@ class Roster:
                 drafter.start(session)
                 drafter.prefill(view)
 
-    def draft(self, state: SequenceState, requests: Sequence[Request], plan: Plan) -> torch.Tensor:
-        """Runs the plan's drafters for the requests and stores what they drafted: [R, gamma] ids, -1 where none."""
+    def draft(
+        self,
+        state: SequenceState,
+        requests: Sequence[Request],
+        plan: Plan,
+        due: Mapping[int, Sequence[bool]] | None = None,
+    ) -> torch.Tensor:
+        """Runs the plan's drafters for the requests and stores what they drafted: [R, gamma] ids, -1 where none.
+
+        `due`: rows that drafters shall review although others draft for them.
+        """
         assert self._session is not None
         if self._can_replay(plan):
             return self._replay(state, requests, plan)
         with self.lane.work():
             rows = Rows([request.slot for request in requests], self.device)
             view = state.view(rows)
+            log_prob = self.board.log_prob if self.board is not None else None
+            if log_prob is not None:
+                log_prob = log_prob.index_select(0, rows.slots)
         self.lane.mark()
+        due = {key: marks for key, marks in (due or {}).items() if key in self.alive and self.board is not None}
+        planned = {key for key, _ in plan}
         proposals = []
-        for key, budgets in plan:
+        for key, budgets in [*plan, *((key, [0] * len(rows)) for key in due if key not in planned)]:
             began = time.perf_counter()
+            review = None if self.board is None else due.get(key, [False] * len(rows))
             with self._retiring(key):
-                proposal = self._propose(self.alive[key], Task(view, requests, budgets))
+                proposal = self._propose(self.alive[key], Task(view, requests, budgets, review, log_prob))
                 proposal.check(len(rows), self._session)
                 proposals.append((key, proposal))
             self.stats.by_drafter[key].seconds += time.perf_counter() - began
         with self.lane.work():
             ids = _store(state, rows, proposals, self._session.vocab_size)
+            for key, proposal in proposals:
+                if self.board is not None and proposal.review is not None:
+                    self.board.add(rows, key, proposal.review)
         self.lane.mark()
         return ids
 
@@ -98,6 +122,9 @@ class Roster:
         announced = dict.fromkeys(self.announcers, torch.zeros_like(outcome.accepted))
         for key, drafter in list(self.alive.items()):
             with self._retiring(key):
+                review = drafter.review(outcome) if self.board is not None else None
+                if self.board is not None and review is not None:
+                    self.board.add(outcome.view.rows, key, review)
                 drafter.commit(outcome)
                 if drafter.announces:
                     announced[key] = drafter.announce(outcome.view).long().view_as(outcome.accepted)
@@ -121,7 +148,7 @@ class Roster:
         for lane in self.lanes.values():
             lane.finish()
         for drafter, counts in zip(self.drafters, self.stats.by_drafter):
-            counts.forwards = drafter.forwards
+            counts.forwards, counts.review_forwards = drafter.forwards, drafter.review_forwards
             self.stats.draft_forwards += drafter.forwards
         for key, drafter in enumerate(self.drafters):
             with self._retiring(key):
@@ -206,7 +233,8 @@ class Roster:
             if device != self.device:
                 rows = Rows(task.view.rows.numbers, device)
                 view = View(rows, *(lane.receive(tensor) for tensor in task.view.tensors()))
-                task = Task(view, task.requests, task.budgets)
+                log_prob = None if task.log_prob is None else lane.receive(task.log_prob)
+                task = replace(task, view=view, log_prob=log_prob)
             proposal = drafter.draft(task)
         if lane is self.lane:
             return proposal
@@ -217,8 +245,11 @@ class Roster:
                 None if tensor is None else self.lane.receive(tensor)
                 for tensor in (proposal.ids, proposal.scores, proposal.failed)
             )
+            review = proposal.review
+            if review is not None:
+                review = Review(self.lane.receive(review.gain), self.lane.receive(review.tokens))
         assert ids is not None
-        return Proposal(ids, scores, proposal.point_mass, failed)
+        return Proposal(ids, scores, proposal.point_mass, failed, review)
 
     @contextmanager
     def _retiring(self, key: int) -> Iterator[None]:

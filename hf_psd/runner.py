@@ -16,7 +16,7 @@ from .attention import FAST, MaskBuilder
 from .cache import KVAddress, RaggedCache
 
 PIECE_TOKENS = 2048  # prompts are read so many tokens at a time, which bounds the memory of activations
-_LONGEST_PIECE = 512
+LONGEST_PIECE = 512
 _KV_GRANULE = 32  # attention reads a multiple of this many positions, so that shapes repeat
 
 
@@ -132,7 +132,7 @@ class ModelRunner:
 
     def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, kv_length: int) -> None:
         """Stores the KV of [R, T] tokens (arguments as in `forward`), in pieces that keep the masks small."""
-        width = min(_LONGEST_PIECE, max(16, PIECE_TOKENS // ids.shape[0]))
+        width = min(LONGEST_PIECE, max(16, PIECE_TOKENS // ids.shape[0]))
         for start in range(0, ids.shape[1], width):
             piece = slice(start, start + width)
             self.forward(rows, ids[:, piece], positions[:, piece], kv_length, logits_to_keep=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol
 
 from .hooks import StepContext, StepHook
 from .phases import Request
+from .reviews import Reviewed
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class Arm:
         key: its number among the call's drafters.
         name: shown in statistics.
         is_model: False for drafters whose drafts cost next to nothing, such as prompt lookup.
+        reviews: it can tell how well it would have guessed committed tokens.
     """
 
     key: int
     name: str
     is_model: bool
+    reviews: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Feedback:
         drafted, accepted: tokens.
         emitted: new tokens, the target's own included.
         seconds: from the end of the group's verification before to the end of this one; None in its first round.
+        reviews: what drafters thought of tokens reviewed since the feedback before; None if they were not asked.
     """
 
     request: Request
@@ -44,10 +48,14 @@ class Feedback:
     accepted: int
     emitted: int = 0
     seconds: float | None = None
+    reviews: Reviewed | None = None
 
 
 Plan = list[tuple[int, list[int]]]
 """Drafters in order of preference, each with a budget per row; a row takes the drafts of the first that has any."""
+
+Due = Mapping[int, Sequence[bool]] | None
+"""For each drafter, the rows that it shall review although others draft for them."""
 
 
 def check_plan(plan: Any, rows: int, drafters: int, author: str) -> Plan:
@@ -188,11 +196,19 @@ class SelectionHook(StepHook):
     def before_draft(self, context: StepContext) -> None:
         plan = self.selector.plan(context.requests, self.arms(), context.gamma)
         drafters = len(context.stats.by_drafter)
+        context.due = getattr(self.selector, "due", None)
         context.plan = check_plan(plan, len(context.requests), drafters, f"selector {type(self.selector).__name__}")
+
+    def after_verify(self, context: StepContext) -> None:
+        launched = getattr(self.selector, "launched", None)
+        if launched is not None:
+            launched(context.requests)
 
     def on_commit(self, context: StepContext) -> None:
         rows = zip(context.requests, context.source, context.drafted, context.accepted, map(len, context.emitted))
-        self.selector.feedback([Feedback(*row, context.seconds) for row in rows])
+        self.selector.feedback(
+            [Feedback(*row, context.seconds, reviews) for row, reviews in zip(rows, context.reviews)]
+        )
 
     def on_end(self, context: StepContext) -> None:
         end = getattr(self.selector, "end", None)

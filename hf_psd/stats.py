@@ -13,13 +13,15 @@ from .hooks import StepContext, StepHook
 
 @dataclass
 class DrafterStats:
-    """Counts of one drafter: `rounds` in which a row used its drafts, `drafted` and `accepted` tokens, `forwards`."""
+    """Counts of one drafter: `rounds` in which a row used its drafts, `drafted` and `accepted` tokens, `forwards`, and
+    those of them that only told a selector what the drafter thinks of committed tokens (`review_forwards`)."""
 
     name: str
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     forwards: int = 0
+    review_forwards: int = 0
     seconds: float = 0.0
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .drafters.base import Outcome
+from .reviews import Reviewed, read_reviews
 from .roster import Roster
 from .runner import ModelRunner, Rows
 from .state import SequenceState, View
@@ -28,6 +28,7 @@ class Packet:
         failed: the drafter that gave NaN, -1 if none did.
         source: the drafter the drafts came from, -1 if there were none.
         announced: drafts that each drafter which announces them has for the next turn.
+        reviews: what drafters thought of committed tokens; None where they are not asked.
         extra: further numbers of the `Verifier`'s owner.
     """
 
@@ -39,15 +40,19 @@ class Packet:
     failed: int
     source: int
     announced: dict[int, int]
+    reviews: Reviewed | None
     extra: list[int]
 
     @classmethod
-    def read(cls, numbers: list[int], width: int, announcers: Sequence[int]) -> Packet:
+    def read(cls, numbers: list[int], width: int, roster: Roster) -> Packet:
         """Takes one row of what a `Verifier` gives for T = `width` apart."""
         count, accepted, drafted, ended, bad, failed, source, *rest = numbers[width:]
-        announced = dict(zip(announcers, rest))
-        extra = rest[len(announcers) :]
-        return cls(numbers[:count], accepted, drafted, bool(ended), bool(bad), failed, source, announced, extra)
+        announced, extra = dict(zip(roster.announcers, rest)), rest[len(roster.announcers) :]
+        reviews = None
+        if roster.board is not None:
+            reviews, extra = read_reviews(extra[: roster.board.columns]), extra[roster.board.columns :]
+        flags = bool(ended), bool(bad)
+        return cls(numbers[:count], accepted, drafted, *flags, failed, source, announced, reviews, extra)
 
 
 class Verifier:
@@ -78,8 +83,8 @@ class Verifier:
             kv_length: bounds the rows' lengths with their drafts.
 
         Returns:
-            The numbers for the host, [R, T + 7 + announcers] int64, see `Packet`; with `logprobs` T more, fp32 bits;
-            and the judgement itself.
+            The numbers for the host, [R, T + 7 + announcers] int64, see `Packet`; two more for each drafter that
+            reviews; with `logprobs` T more, fp32 bits; and the judgement itself.
         """
         state = self.state
         view = state.view(rows)
@@ -93,6 +98,9 @@ class Verifier:
             eos = eos.index_select(0, rows.slots)
         counts, ended = cut(view, judgement, eos)
         state.commit(view, judgement.ids, counts, ended)
+        board = self.roster.board
+        if board is not None:
+            board.note(view, judgement)
         failed = state.failed_drafter.index_select(0, rows.slots)
         source = state.source.index_select(0, rows.slots)
         state.clear_drafts(rows)
@@ -100,6 +108,8 @@ class Verifier:
         announced = self.roster.commit(Outcome(state.view(rows), accepted, hidden_states))
         numbers = [counts, accepted, drafted, ended.long(), judgement.bad.long(), failed, source, *announced]
         parts = [judgement.ids, torch.stack(numbers, 1)]
+        if board is not None:
+            parts.append(board.take(rows))
         if self.logprobs:
             parts.append(_logprob_bits(judgement))
         return torch.cat(parts, 1), judgement

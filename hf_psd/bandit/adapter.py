@@ -35,6 +35,11 @@ class AdaptedSelector(BaseSelector[Table]):
     def full_information(self) -> bool:  # type: ignore[override]
         return bool(getattr(self.inner, "full_information", False))
 
+    @property
+    def review_every(self) -> int:
+        """See `Hedge`."""
+        return int(getattr(self.inner, "review_every", 8))
+
     def select(self, context: Hashable = None) -> int:
         self._context = context
         return super().select(context)

@@ -158,13 +158,26 @@ class Hedge(ExponentialWeights):
     With the default horizon it follows the traffic: its regret against any arm over any stretch of `horizon` rounds
     is of the order sqrt(horizon ln K). horizon=None is the textbook form against the best fixed arm. `update` is
     accepted too, but feedback of the pulled arm alone is what "exp3" is tuned for.
+
+    Args:
+        review_every: in `generate`, drafters that were not chosen are asked after at most so many turns what they
+            think of the tokens committed since, which costs each a forward; 0 asks only those that draft.
     """
 
     name: ClassVar[str] = "hedge"
     full_information: ClassVar[bool] = True
 
-    def __init__(self, n_arms: int, seed: int | None = None, *, horizon: int | None = 70, **common: Any) -> None:
+    def __init__(
+        self,
+        n_arms: int,
+        seed: int | None = None,
+        *,
+        horizon: int | None = 70,
+        review_every: int = 8,
+        **common: Any,
+    ) -> None:
         super().__init__(n_arms, seed, horizon=horizon, **common)
+        self.review_every = check_integer("review_every", review_every, 0)
 
     def _rate(self, rounds: float) -> float:
         return math.sqrt(8.0 * math.log(len(self._active)) / max(rounds, 1.0))

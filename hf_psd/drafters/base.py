@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..phases import Request
+from ..reviews import Review
 from ..state import Limits, View
 from ..verify.sampler import Sampler
 from ..workspace import Workspace
@@ -23,12 +24,14 @@ class Proposal:
             the ids carry probability 1 (`point_mass`) or no scores are needed (greedy and coupled verification).
         point_mass: True if the ids are a deterministic function of the committed tokens.
         failed: [R] bool, rows where the drafter's model gave NaN; None if it cannot.
+        review: what committed tokens looked like to the drafter, where that was asked for.
     """
 
     ids: torch.Tensor
     scores: torch.Tensor | None = None
     point_mass: bool = False
     failed: torch.Tensor | None = None
+    review: Review | None = None
 
     def check(self, rows: int, session: Session) -> None:
         """Raises a `ValueError` for what verification could not use; values are not looked at."""
@@ -51,11 +54,17 @@ class Task:
         view: the group's device state, on the drafter's device.
         requests: the same rows as the host knows them.
         budgets: drafts asked for, per row, each 0 .. gamma.
+        review: rows of which committed tokens shall be reviewed although they have no budget (those with one are
+            reviewed as well); None if nothing shall be reviewed.
+        log_prob: [R, W] fp32, log-probabilities of the committed tokens of `view` under the target, where a review
+            needs them.
     """
 
     view: View
     requests: Sequence[Request]
     budgets: Sequence[int]
+    review: Sequence[bool] | None = None
+    log_prob: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Session:
         vocab_size: width of the target's logits.
         law: a key of all that the sampler's behaviour depends on, the seed apart.
         warn: says something to the user once per call.
+        reviewing: drafters are to review committed tokens, see `Task.review` and `Drafter.review`.
     """
 
     space: Workspace
@@ -108,6 +118,7 @@ class Session:
     vocab_size: int
     law: Hashable
     warn: Callable[[str], None]
+    reviewing: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -129,9 +140,11 @@ class Drafter:
         needs_hidden_states: `commit` gets the target's hidden states (feature-level heads such as EAGLE or Medusa).
         draft_ahead: `ahead` is called while the rows are being verified (pre-verification as in PEARL).
         announces: `announce` tells how many drafts it has for a row's next turn before it is asked.
+        reviews: it can tell how well it would have guessed committed tokens, by `review` or with its drafts.
         capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and
             `commit` and `announce` touch nothing but buffers kept in `Session.space`.
         forwards: model forwards of this call so far.
+        review_forwards: those of them that reviewed rows which others drafted for.
     """
 
     name = "drafter"
@@ -139,8 +152,10 @@ class Drafter:
     needs_hidden_states = False
     draft_ahead = False
     announces = False
+    reviews = False
     capturable = False
     forwards = 0
+    review_forwards = 0
 
     @property
     def signature(self) -> Hashable:
@@ -173,6 +188,11 @@ class Drafter:
 
     def ahead(self, view: View, draft_ids: torch.Tensor) -> None:
         """Rows of `view` with drafts [R, T - 1] (-1: none) are being verified; `draft` may build on them later."""
+
+    def review(self, outcome: Outcome) -> Review | None:
+        """What the drafts it had for the rows, asked for or not, were worth in view of what was committed; None if it
+        cannot tell or tells with its drafts. Runs before `commit`, on the target's lane, if `Session.reviewing`."""
+        return None
 
     def commit(self, outcome: Outcome) -> None:
         """Tokens were committed. Runs on the target's lane, for all rows verified, also those others drafted for."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from ..phases import Request
-from ..runner import ModelRunner, Rows, input_device, upload
+from ..runner import LONGEST_PIECE, ModelRunner, Rows, input_device, upload
 from ..state import View
 from .base import Drafter, Proposal, Session, Shape, Task
+from .reviewer import Reviewer
 
 
 class ModelDrafter(Drafter):
@@ -25,12 +27,14 @@ class ModelDrafter(Drafter):
 
     kind = "model"
     capturable = True
+    reviews = True
 
     def __init__(self, model: PreTrainedModel, key: int):
         self._model, self.key = weakref.ref(model), key
         self.name = self._label
         self.device = input_device(model)
         self._runner: ModelRunner | None = None
+        self._reviewer: Reviewer | None = None
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -53,18 +57,32 @@ class ModelDrafter(Drafter):
 
     def start(self, session: Session) -> None:
         self._session = session
-        self.forwards = 0
+        self.forwards = self.review_forwards = 0
         self._sampler = session.sampler.on(self.device)
         assert self.model is not None
         self._runner = session.space.runner_for(self.model, self.key)
         self.capturable = self._runner.fast
+        if session.reviewing:
+            self._reviewer = Reviewer(session.limits, self._sampler, session.vocab_size, self.device)
 
     def end(self) -> None:
-        self._runner = None
+        self._runner = self._reviewer = None
 
     def draft(self, task: Task) -> Proposal:
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
+        if self._reviewer is None or task.review is None:
+            return self._draft(task)
+        self._reviewer.begin(task.view, task.requests, task.log_prob)
+        idle = [row for row, due in enumerate(task.review) if due and task.budgets[row] == 0]
+        self._catch_up_idle(task, [row for row in idle if self._within_window(task.requests[row], 1)])
+        proposal = self._draft(task)
+        return replace(proposal, review=self._reviewer.result(task.view))
+
+    def _draft(self, task: Task) -> Proposal:
         index = [row for row, budget in enumerate(task.budgets) if budget > 0]
+        if not index:
+            nothing = torch.full((len(task.budgets), self._session.limits.gamma), -1, device=self.device)
+            return Proposal(nothing, point_mass=True)
         requests, budgets = [task.requests[row] for row in index], [task.budgets[row] for row in index]
         view = self._part(task.view, index)
         shape = self.prepare(requests, budgets, lambda rows: self._part(view, rows))
@@ -106,7 +124,7 @@ class ModelDrafter(Drafter):
         fed, positions = view.last_tokens(width)
         positions = torch.where(budget[:, None] > 0, positions, -1)  # rows beyond the model's positions
         for step in range(depth):
-            logits = self._forward(view, fed, positions, bound + step)
+            logits = self._forward(view, fed, positions, bound + step, budget > 0)
             drawn, scores, bad = self._sampler.draw(logits, view, step, session.vocab_size)
             failed = failed | bad & (step < budget)
             drawn = torch.where((step < budget) & ~failed, drawn, -1)
@@ -137,31 +155,67 @@ class ModelDrafter(Drafter):
         """Feeds rows that lag far behind; returns how many of each row's last tokens are left to feed, at least 1."""
         assert self._runner is not None
         lags = [self._lag(request) for request in requests]
-        usual = self._session.limits.gamma + 1
+        usual = self._session.limits.gamma + (1 if self._reviewer is None else 2)
         late = [row for row, lag in enumerate(lags) if lag > usual]
         if late:
-            part = view_of(late)
-            ids, positions = part.last_tokens(max(lags[row] for row in late))
-            bound = max(requests[row].most for row in late)
-            self.forwards += 1
-            graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
-            if graphs is not None:
-                graphs.feed(self.key, self._runner, part.rows.numbers, ids[:, :-1], positions[:, :-1])
-            else:
-                self._runner.feed(part.rows, ids[:, :-1], positions[:, :-1], bound)
+            self._feed_all_but_the_last(view_of(late), [requests[row] for row in late], max(lags[row] for row in late))
             lags = [1 if lag > usual else lag for lag in lags]
         for request in requests:
             request.covered[self.key] = request.length
+        if self._reviewer is not None:
+            self._reviewer.done(requests)
         return max(lags)
+
+    def _catch_up_idle(self, task: Task, index: list[int]) -> None:
+        """Reviews rows that others draft for, by one forward over what the KV lacks."""
+        if not index:
+            return
+        assert self._reviewer is not None
+        requests = [task.requests[row] for row in index]
+        self.review_forwards += 1
+        self._feed_all_but_the_last(self._part(task.view, index), requests, max(2, *map(self._lag, requests)))
+        for request in requests:
+            request.covered[self.key] = max(request.covered.get(self.key, 0), request.length - 1)
+        self._reviewer.done(requests)
+
+    def _feed_all_but_the_last(self, view: View, requests: Sequence[Request], lag: int) -> None:
+        """One forward over the last `lag` tokens but the newest; with a reviewer it tells what it thinks of them."""
+        assert self._runner is not None
+        self.forwards += 1
+        ids, positions = (tensor[:, :-1] for tensor in view.last_tokens(lag))
+        bound = max(request.most for request in requests)
+        if self._reviewer is None:
+            graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
+            if graphs is not None:
+                return graphs.feed(self.key, self._runner, view.rows.numbers, ids, positions)
+            return self._runner.feed(view.rows, ids, positions, bound)
+        judged = min(lag - 1, max(self._unscored(request) for request in requests))
+        before = lag - 1 - max(judged, min(lag - 1, LONGEST_PIECE)) if judged else lag - 1
+        if before:
+            self._runner.feed(view.rows, ids[:, :before], positions[:, :before], bound)
+        if judged:
+            ids, positions = ids[:, before:], positions[:, before:]
+            logits = self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=judged).logits
+            self._reviewer.score(view, logits, torch.ones_like(view.done))
+
+    def _unscored(self, request: Request) -> int:
+        return 0 if self._reviewer is None else self._reviewer.unscored(request, request.source == self.key)
 
     def _lag(self, request: Request) -> int:
         """Upper bound of the committed tokens this drafter's KV lacks, at least 1: the newest token is always fed."""
         lag = max(1, request.most - request.covered.get(self.key, 0))
         # Its own accepted drafts are in the KV already: at most the last of them and the target's token are not.
-        return min(lag, 2) if request.source == self.key else lag
+        lag = min(lag, 2) if request.source == self.key else lag
+        return max(lag, 1 + self._unscored(request))
 
-    def _forward(self, view: View, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> torch.Tensor:
+    def _forward(
+        self, view: View, ids: torch.Tensor, positions: torch.Tensor, bound: int, drafting: torch.Tensor
+    ) -> torch.Tensor:
         assert self._runner is not None
+        if self._reviewer is not None and ids.shape[1] > 1:
+            logits = self._runner.forward(view.rows, ids, positions, bound).logits
+            self._reviewer.score(view, logits[:, :-1], drafting)
+            return logits[:, -1]
         return self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=1).logits[:, -1]
 
     def _part(self, view: View, index: list[int]) -> View:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from ..phases import Request
+from ..reviews import Review
 from ..runner import upload
 from ..state import View
 from .base import Drafter, Outcome, Proposal, Session, Shape, Task
@@ -26,6 +27,7 @@ class PromptLookup(Drafter):
     name = "prompt_lookup"
     announces = True
     capturable = True
+    reviews = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2):
         if not 1 <= min_ngram <= max_ngram:
@@ -44,9 +46,24 @@ class PromptLookup(Drafter):
         if key not in session.space.scratch:
             session.space.scratch[key] = torch.full(shape, -1, dtype=torch.long, device=session.device)
         self._found = session.space.scratch[key]
+        self._found_at = torch.zeros(limits.slots, dtype=torch.long, device=session.device)
 
     def prefill(self, view: View) -> None:
         self._search(view)
+
+    def review(self, outcome: Outcome) -> Review:
+        """Its drafts up to the first that differs from the committed text; a row without drafts counts as one miss."""
+        assert self._found is not None
+        view = outcome.view
+        found = self._found.index_select(0, view.rows.slots)
+        begin = self._found_at.index_select(0, view.rows.slots)
+        known = view.length - begin
+        step = torch.arange(self._gamma, device=found.device)
+        columns = ((view.padding + begin)[:, None] + step).clamp(max=view.tokens.shape[1] - 1)
+        same = (found == view.tokens.gather(1, columns)) & (step < known[:, None])
+        agreed = same.long().cumprod(1).sum(1)
+        tested = torch.minimum((found >= 0).sum(1).clamp(min=1), known)
+        return Review(agreed.float(), torch.minimum(agreed + 1, tested))
 
     def commit(self, outcome: Outcome) -> None:
         self._search(outcome.view)
@@ -74,6 +91,7 @@ class PromptLookup(Drafter):
 
     def _search(self, view: View) -> None:
         assert self._found is not None
+        self._found_at.index_copy_(0, view.rows.slots, view.length)
         self._found.index_copy_(0, view.rows.slots, continuation(view, self._gamma, self.max_ngram, self.min_ngram))
 
 

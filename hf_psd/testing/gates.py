@@ -218,6 +218,7 @@ GATES: dict[str, Gate] = {
         lambda: toys.EveryBandit(2, gamma=2, per_request=True),
         tokens=5,
     ),
+    "hedge": Gate(137, MAIN, lambda: [near(), wrong()], {"gamma": 2, "per_request": True}, lambda: "hedge", 6),
     "gamma-auto": Gate(
         136, MAIN, lambda: [near(), wrong()], dict(AUTO, per_request=True), lambda: "thompson", tokens=6
     ),

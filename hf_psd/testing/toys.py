@@ -205,6 +205,10 @@ class EveryBandit(FullDepth):
             if own:
                 selector.feedback(own)
 
+    def launched(self, requests: Sequence[Request]) -> None:
+        for selector in self.selectors:
+            selector.launched(requests)
+
     def end(self) -> None:
         for selector in self.selectors:
             selector.end()

@@ -72,7 +72,7 @@ class Sampler:
             ids [R] int64 (-1 where the row failed), the processed scores [R, vocab_size] fp32 they were drawn from
             (None when verification needs none), and failed [R] bool: the drafter gave NaN or nothing finite.
         """
-        scores = _fit(logits, vocab_size)
+        scores = fit(logits, vocab_size)
         failed = bad_rows(scores)
         column = view.padding + view.length + step
         if not self.pipeline.empty:
@@ -159,7 +159,7 @@ class Sampler:
         return torch.ones(scores.shape[0], device=scores.device) if self.do_sample else None
 
 
-def _fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def fit(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Cuts or fills the last dimension to `vocab_size`: ids that only one side knows cannot be drafted."""
     width = logits.shape[-1]
     if width >= vocab_size:

@@ -29,7 +29,7 @@ def raw_q(patch) -> None:
 
     def draw_and_return_raw(self, logits, view, step, vocab_size):
         ids, scores, failed = draw(self, logits, view, step, vocab_size)
-        return ids, None if scores is None else sampler._fit(logits, vocab_size).float(), failed
+        return ids, None if scores is None else sampler.fit(logits, vocab_size).float(), failed
 
     draw = Sampler.draw
     patch.setattr(Sampler, "draw", draw_and_return_raw)

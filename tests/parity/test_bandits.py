@@ -22,18 +22,20 @@ FORMS = {
 @pytest.mark.parametrize("name", hf_psd.bandit.names())
 def test_every_selector(name):
     models = ["prompt_lookup", shared("llama", noise=0.03), shared("llama", 11)]
-    for form, mode in itertools.product(FORMS, ("sd", "psd")):
+    for form, mode in itertools.product(FORMS, ("sd", "psd", "auto")):
         assert_plain(shared("llama"), models, dict(selector=name, mode=mode, **FORMS[form]), **G24)
         stats = hf_psd.last_stats()
-        assert not stats.errors and stats.drafted > 0
-        assert sum(stats.selector["pulls"]) > 0 == sum(stats.selector["in_flight"])
+        assert not stats.errors and sum(stats.selector["in_flight"]) == 0
+        if mode == "auto":
+            continue
+        assert stats.drafted > 0 and sum(stats.selector["pulls"]) > 0
         means = [mean for mean in stats.selector["means"] if mean is not None]
         assert means and all(mean >= 0 and (mean <= 1 or "goodput" in FORMS[form].values()) for mean in means)
 
 
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
 def test_gamma_auto_without_a_bandit(verification):
-    psd = dict(gamma="auto", verification=verification)
+    psd = dict(gamma="auto", mode="sd", verification=verification)
     assert_plain(shared("llama"), ["prompt_lookup", shared("llama")], psd, **G24)
     assert max(depth for depth, tried in enumerate(hf_psd.last_stats().drafted_at, 1) if tried) == 8
 

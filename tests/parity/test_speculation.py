@@ -152,12 +152,15 @@ def loop(monkeypatch):
 SAMPLED = dict(do_sample=True, temperature=0.9, top_k=20, top_p=0.95, pad_token_id=0)
 
 
+@pytest.mark.parametrize("selector", ["composite", "hedge", "thompson:burn_in=0"])
 @pytest.mark.parametrize("mode", ["ar", "sd", "psd"])
 @pytest.mark.parametrize("law", ["greedy", "rejection", "coupled"])
-def test_one_late_read_per_verification(law, mode, loop):
+def test_one_late_read_per_verification(law, mode, selector, loop):
     syncs, order, watch = loop
     arguments = GREEDY | dict(eos_token_id=[28, 34, 14]) if law == "greedy" else SAMPLED | dict(eos_token_id=[28, 34])
-    psd = dict(mode=mode, verification="rejection" if law == "greedy" else law, seed=1)
+    psd = dict(mode=mode, verification="rejection" if law == "greedy" else law, seed=1, selector=selector)
+    if selector.startswith("thompson"):
+        psd |= dict(reward="goodput", gamma="auto")
     models = ["prompt_lookup", shared("llama", noise=0.03), shared("llama", 11)]
     with syncs:
         shared("llama").generate(

@@ -29,6 +29,7 @@ def test_a_pull_lands_once_with_the_sums_of_its_rows():
     rows, chooser = requests(), selector()
     ((arm, budgets),) = chooser.plan(rows, ARMS, 4)
     assert budgets == [4, 4]
+    chooser.launched(rows)
     chooser.feedback([Feedback(rows[0], arm, 4, 3), Feedback(rows[1], arm, 2, 0)])
     stats = chooser.bandit.stats()
     assert stats["means"][arm] == 3 / 6 and stats["pulls"][arm] == 1 and stats["in_flight"] == [0, 0]
@@ -39,6 +40,7 @@ def test_two_groups_have_two_pulls_in_flight():
     ((first, _),) = chooser.plan(rows[:2], ARMS, 4)
     ((second, _),) = chooser.plan(rows[2:], ARMS, 4)
     assert sum(chooser.bandit.stats()["in_flight"]) == 2 and first != second
+    chooser.launched(rows)
     chooser.feedback([Feedback(row, second, 4, 4) for row in rows[2:]])
     chooser.feedback([Feedback(row, first, 4, 0) for row in rows[:2]])
     assert chooser.bandit.stats()["means"] == [float(first == 1), float(second == 1)]
@@ -56,12 +58,25 @@ def test_pulls_that_never_land_do_not_count():
     assert chooser.bandit.stats()["pulls"] == chooser.bandit.stats()["in_flight"] == [0, 0]
 
 
+def test_a_verification_without_a_plan_is_nobodys():
+    """Requests may be verified without having been planned for; what comes of it belongs to no pull."""
+    rows, chooser = requests(), selector()
+    chooser.launched(rows)
+    ((arm, _),) = chooser.plan(rows, ARMS, 4)
+    chooser.feedback([Feedback(row, None, 0, 0) for row in rows])
+    assert chooser.bandit.stats()["means"] == [None, None] and sum(chooser.bandit.stats()["in_flight"]) == 1
+    chooser.launched(rows)
+    chooser.feedback([Feedback(row, arm, 4, 4) for row in rows])
+    assert chooser.bandit.stats()["means"][arm] == 1.0
+
+
 def test_rows_without_room_are_no_part_of_a_pull():
     rows, chooser = requests(2, limit=11), selector()
     assert chooser.plan(rows, ARMS, 4) == [] and sum(chooser.bandit.stats()["pulls"]) == 0
     rows[1].limit = 50
     ((arm, budgets),) = chooser.plan(rows, ARMS, 4)
     assert budgets == [0, 4]
+    chooser.launched(rows)
     chooser.feedback([Feedback(rows[0], None, 0, 0), Feedback(rows[1], arm, 4, 4)])
     assert chooser.bandit.stats()["means"][arm] == 1.0
 
@@ -69,9 +84,11 @@ def test_rows_without_room_are_no_part_of_a_pull():
 def test_goodput_needs_a_measured_round():
     rows, chooser = requests(), selector("ucb1:burn_in=0", reward="goodput")
     ((arm, _),) = chooser.plan(rows, ARMS, 4)
+    chooser.launched(rows)
     chooser.feedback([Feedback(row, arm, 4, 4, 5, None) for row in rows])
     assert chooser.bandit.stats()["means"] == [None, None] and sum(chooser.bandit.stats()["in_flight"]) == 0
     ((arm, _),) = chooser.plan(rows, ARMS, 4)
+    chooser.launched(rows)
     chooser.feedback([Feedback(row, arm, 4, 4, 5, 0.5) for row in rows])
     assert chooser.bandit.stats()["means"][arm] == 20.0
 
@@ -84,6 +101,7 @@ def test_gamma_auto_has_arms_for_lengths_and_for_no_draft():
     for _ in range(9):
         rows = requests(1)
         plans.append(chooser.plan(rows, ARMS, 8))
+        chooser.launched(rows)
         chooser.feedback([Feedback(rows[0], 0, 1, 1, 2, 0.1)])
     assert [] in plans and {(key, budgets[0]) for plan in plans for key, budgets in plan} == {
         (drafter, gamma) for drafter in (0, 1) for gamma in (1, 2, 4, 8)
@@ -111,7 +129,9 @@ def test_contexts(settings, expected):
 def test_rows_with_tags_of_their_own_learn_apart():
     rows, chooser = requests(4), selector(context=["a", "b", "a", "b"])
     for _ in range(60):
-        for arm, budgets in chooser.plan(rows, ARMS, 1):
+        plan = chooser.plan(rows, ARMS, 1)
+        chooser.launched(rows)
+        for arm, budgets in plan:
             told = [(row, Feedback(row, arm, 1, (row.index % 2) == arm)) for row, b in zip(rows, budgets) if b]
             chooser.feedback([result for _, result in told])
     plan = dict(chooser.plan(rows, ARMS, 1))
@@ -135,10 +155,12 @@ def test_a_call_ends_with_nothing_in_flight_and_reports():
 
     before = own.stats()
     with pytest.raises(KeyError):
-        target.generate(**ARGUMENTS, assistant_models=models, psd=dict(selector=own, gamma=2), psd_hooks=[Stop()])
+        target.generate(
+            **ARGUMENTS, assistant_models=models, psd=dict(selector=own, mode="sd", gamma=2), psd_hooks=[Stop()]
+        )
     assert own.stats()["pulls"] == before["pulls"] and own.stats()["in_flight"] == [0, 0]
 
-    psd = dict(selector=own, gamma=2, per_request=True)
+    psd = dict(selector=own, mode="sd", gamma=2, per_request=True)
     target.generate(**ARGUMENTS, assistant_models=models, psd=psd)
     assert len(hf_psd.last_stats().selector["contexts"]) == 5
     assert own.contexts == [(1, "greedy", None)]
@@ -158,7 +180,7 @@ def test_the_same_seed_gives_the_same_choices(name):
 
 def test_summary_names_the_selectors_pulls():
     target, models = shared("llama"), [shared("llama", noise=0.03), "prompt_lookup"]
-    target.generate(**ARGUMENTS, assistant_models=models, psd=dict(selector="ucb1"))
+    target.generate(**ARGUMENTS, assistant_models=models, psd=dict(selector="ucb1", mode="sd"))
     text = hf_psd.stats.summary(hf_psd.last_stats())
     assert "ucb1:" in text and "drafter 1, gamma 4" in text and "regret" in text
     target.generate(**ARGUMENTS, assistant_models=models, psd=True)
@@ -186,7 +208,8 @@ def test_arms_that_fail_leave_the_rest(recwarn):
 
     target = tiny("llama")
     expected = target.generate(**ARGUMENTS)
-    for psd in (dict(selector="thompson"), dict(selector="ucb1", gamma="auto", reward="goodput", per_request=True)):
+    auto = dict(gamma="auto", reward="goodput", per_request=True)
+    for psd in (dict(selector="thompson", mode="sd"), dict(selector="ucb1", mode="sd", **auto)):
         output = target.generate(**ARGUMENTS, assistant_models=[Failing(), noisy(target, 0.03)], psd=psd)
         assert torch.equal(output, expected)
         selector = hf_psd.last_stats().selector
