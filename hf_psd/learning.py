@@ -93,6 +93,17 @@ class BanditSelector:
             if pull in self._open:
                 self._open.remove(pull)
 
+    def interrupt(self, index: int) -> None:
+        """The drafts of this index's request were dropped unjudged; its next verification is of a later pull."""
+        self._flying.pop(index, None)
+
+    def forget(self, index: int) -> None:
+        """The request of this index is over; a queue would keep what is known of it for ever."""
+        self._flying.pop(index, None)
+        if self.config.per_request:
+            for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[1:2] == (index,)]:
+                self.bandit.forget(context)
+
     def end(self) -> None:
         """The call is over: pulls without a verdict do not count, drafters that failed may serve the next call."""
         self._take_back(self._open)

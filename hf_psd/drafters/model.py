@@ -57,6 +57,12 @@ class ModelDrafter(Drafter):
     def end(self) -> None:
         self._runner = None
 
+    def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> None:
+        assert self._runner is not None
+        self.forwards += 1
+        positions = torch.where(positions < self._runner.last_position, positions, -1)
+        self._runner.forward(rows, ids, positions, bound, logits_to_keep=1)
+
     def draft(self, task: Task) -> Proposal:
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
         index = [row for row, budget in enumerate(task.budgets) if budget > 0]
