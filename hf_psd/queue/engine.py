@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..loop import StepLoop
 from ..phases import Phase, Request, Step
 from ..runner import Rows, upload
 from ..state import Limits
+from .invariants import InvariantChecker
 from .metrics import QueueStats
 from .pressure import headroom, reach, victim
 from .reading import Reader
@@ -94,8 +95,7 @@ class QueueEngine(StepLoop):
         """The policy; told of requests that end by `forget(index)` and of preempted ones by `interrupt(index)`."""
         self._free_seats = list(range(sizes.seats))
         self._doomed: list[tuple[Request, Exception]] = []
-        self.checker: Callable[[QueueEngine], None] | None = None
-        """A function of the engine that is called after each step, such as `InvariantChecker`."""
+        self.checker: InvariantChecker | None = None
 
     def open(self) -> None:
         """Begins the session."""
@@ -175,17 +175,19 @@ class QueueEngine(StepLoop):
 
     def make_room(self, step: Step) -> Step:
         """Lookahead blocks for those about to be verified, oldest first; under pressure others lose theirs."""
-        for request in sorted(step.verify, key=lambda each: each.index):
-            while request in self.tickets and not self._cover(request):
-                if len(self.ring):
-                    self.absorb_before(self.step + 1)  # what has ended, or was not accepted, may be enough
-                else:
+        oldest_first = sorted(step.verify, key=lambda each: each.index)
+        if not all(self._cover(request) for request in oldest_first):
+            self.absorb_before(self.step + 1)  # what has ended, or was not accepted, may be enough
+            for request in oldest_first:
+                while request in self.tickets and not self._cover(request):
                     self.preempt(victim(self.tickets, request, self.reader.reading))
         return Step(*([each for each in part if each in self.tickets] for part in (step.verify, step.draft)))
 
     def launch(self, requests: list[Request]) -> None:
         for request in requests:
             self.tickets[request].round += 1
+        if self.checker is not None:
+            self.checker.launching(self, requests)
         self.stats.count_lookahead(self, at_launch=True)
         with self.lane.work():
             self.space.pool.upload()

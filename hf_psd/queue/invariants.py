@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..phases import Phase
+from ..phases import Phase, Request
+from .pressure import reach
 
 if TYPE_CHECKING:
     from .engine import QueueEngine
@@ -37,6 +38,13 @@ class InvariantChecker:
             self._step = engine.step
             self._phases(engine)
             self._balance(engine)
+
+    def launching(self, engine: QueueEngine, requests: list[Request]) -> None:
+        """Called before a verification: all that it writes must have its block."""
+        for request in requests:
+            drafts = max(0, min(request.pending()[1], request.room))
+            held = len(engine.space.pool.owned[request.slot])
+            assert held >= engine.space.pool.need(reach(request, drafts)), "a verification without its blocks"
 
     def _seats(self, engine: QueueEngine) -> None:
         slots = [request.slot for request in engine.tickets]
