@@ -82,7 +82,7 @@ class Roster:
         """Lets a drafter read a piece of newcomers' text: [R][T] ids at positions, negative where there is none."""
         drafter = self.alive[key]
         lane = self.lane_of(drafter)
-        with self._retiring(key), lane.work("draft"):
+        with self._retiring(key), lane.work("prefill"):
             shape, bound = (len(ids), -1), max(map(max, positions)) + 1
             fed, at = (upload([*chain.from_iterable(table)], lane.device).view(shape) for table in (ids, positions))
             drafter.feed(Rows(slots, lane.device), fed, at, bound)

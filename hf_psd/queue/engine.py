@@ -79,7 +79,7 @@ class QueueEngine(StepLoop):
         fused: bool = False,
     ):
         graphs = may_graph(model, config.cuda_graphs, drafters, stats, {})
-        gamma = int(config.gamma)
+        gamma = config.most_drafts
         limits = Limits(bucket(sizes.seats) + 1 if graphs else sizes.seats, _COLUMN_GRANULE, gamma)
         space = PagedWorkspace(model, limits, 0, graphs, sizes.blocks, sizes.block_size)
         device = space.runner.device
@@ -100,7 +100,7 @@ class QueueEngine(StepLoop):
     def open(self) -> None:
         """Begins the session."""
         self.lane.begin()
-        self.roster.lane.begin()
+        self.roster.begin()
         vocab = self.runner.vocab_size
         self.tell("on_start", self.context([]))
         self.roster.open(Session(self.space, self.sampler, vocab, None, self.roster.warn_once))
@@ -156,7 +156,8 @@ class QueueEngine(StepLoop):
 
     def dismiss(self, ticket: Ticket, error: BaseException | None = None, scrub: bool = False) -> None:
         """A seated request has ended: its seat and blocks are free."""
-        request = self._unseat(ticket, Phase.DONE, scrub)
+        request = self._unseat(ticket, scrub)
+        self.clock.forget(request.index)
         forget = getattr(self.selector, "forget", None)
         if forget is not None:
             forget(request.index)
@@ -164,7 +165,7 @@ class QueueEngine(StepLoop):
 
     def preempt(self, ticket: Ticket) -> None:
         """Takes seat and blocks from a request, which will be read in again later; nothing is lost but time."""
-        request = self._unseat(ticket, Phase.WAITING)
+        request = self._unseat(ticket)
         interrupt = getattr(self.selector, "interrupt", None)
         if interrupt is not None:
             interrupt(request.index)
@@ -308,15 +309,15 @@ class QueueEngine(StepLoop):
         drafts = max(0, min(request.pending()[1], request.room))
         return self.space.pool.cover(request.slot, reach(request, drafts))
 
-    def _unseat(self, ticket: Ticket, phase: Phase, scrub: bool = False) -> Request:
+    def _unseat(self, ticket: Ticket, scrub: bool = False) -> Request:
         request = ticket.request
         assert request is not None
         del self.tickets[request]
         if request in self.manager.requests:
-            (self.manager.finish if phase is Phase.DONE else self.manager.withdraw)(request)
+            self.manager.finish(request)
         else:
             self.reader.leave(ticket)
-            request.phase = phase
+            request.phase = Phase.DONE
         blocks = self.space.release(request.slot)
         self.seating.laws.pop(request.slot)
         with self.lane.work():

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .. import api
 from ..arguments import resolve_drafters, resolve_target
 from ..config import PSDConfig
+from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
 from ..fused import fused, models_to_fuse
 from ..hooks import StepHook, StepHookList
@@ -86,11 +87,14 @@ class ContinuousBatchingManager:
         config = replace(PSDConfig.resolve(psd), **{name: size for name, size in sizes.items() if size is not None})
         if config.request_ids is not None:
             raise ValueError("psd: request_ids belong to `generate`; give add_request(noise_id=...) instead.")
+        if not (config.context is None or isinstance(config.context, str)):
+            raise ValueError("psd: a queue has one context tag for all its requests, not one per row.")
         if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
             raise ValueError(f"psd: prefill_chunk must be an int >= 1, got {prefill_chunk!r}.")
         self.model = resolve_target(model, api.plain_generate(), kwargs)
         self.drafters = resolve_drafters(self.model, assistant_models, kwargs)
-        self.config = api._resolve_mode(config, self.model, self.drafters)
+        self._device = input_device(self.model)
+        self.config = replace(config, mode=_mode(config, self.drafters, self._device))
         self.seed = int(torch.randint(2**62, (1,), device="cpu")) if config.seed is None else config.seed
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
@@ -101,7 +105,6 @@ class ContinuousBatchingManager:
         self.fatal_error: BaseException | None = None
         self._engine: QueueEngine | None = None
         self._sizes: Sizes | None = None
-        self._device = input_device(self.model)
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Ticket]] = queue.SimpleQueue()
         self._results: queue.Queue[Result] = queue.Queue()
@@ -352,7 +355,7 @@ class ContinuousBatchingManager:
         engine = QueueEngine(
             self.model, self.drafters, self.config, self._sizes, hooks, self.stats, self.return_logprobs, fusing
         )
-        engine.selector = make_selector(self.config, self.seed, len(self.drafters))
+        engine.selector = make_selector(self.config, self.seed, len(self.drafters), sampled=True)
         engine.checker = InvariantChecker() if self.check else None
         hooks.append(SelectionHook(engine.selector, lambda: engine.roster.arms))
         hooks.append(StatsHook(self.stats))
@@ -409,7 +412,7 @@ class ContinuousBatchingManager:
         else:
             room = int(free_memory(self._device) * _SHARE_OF_MEMORY.get(self._device.type, 0.5)) // block_bytes
             usual = [max(limits, default=_USUAL_LENGTH)] * seats if self._thread else limits[:seats]
-            blocks = min(room, sum(-(-(limit + int(self.config.gamma)) // block_size) for limit in usual))
+            blocks = min(room, sum(-(-(limit + self.config.most_drafts) // block_size) for limit in usual))
         if blocks < 1:
             raise ValueError(
                 f"psd: kv_memory={self.config.kv_memory!r} holds no KV block; one of {block_size} tokens takes "
@@ -428,3 +431,10 @@ class ContinuousBatchingManager:
                 f"psd: a request of up to {ticket.limit} tokens needs more than the {sizes.blocks} KV blocks of "
                 f"{sizes.block_size} tokens that there are; raise kv_memory or lower max_new_tokens."
             )
+
+
+def _mode(config: PSDConfig, drafters: Sequence[Drafter], device: torch.device) -> str:
+    """ "auto" is two groups where a drafter has a device of its own, else one."""
+    if config.mode != "auto":
+        return config.mode
+    return "psd" if any(drafter.device not in (None, device) for drafter in drafters) else "sd"

@@ -54,7 +54,7 @@ class Reader:
         positions = [[*range(ticket.fed, ticket.fed + count), *[-1] * (width - count)] for ticket, count in chunk]
         bound = max(ticket.fed + count for ticket, count in chunk)
         device = engine.runner.device
-        with engine.lane.work():
+        with engine.lane.work("prefill"):
             engine.space.pool.upload()
             fed, at = (
                 upload([*chain.from_iterable(table)], device).view(len(slots), -1) for table in (ids, positions)

@@ -15,6 +15,7 @@ from ..arguments import left_padding, refuse_arguments, refuse_generation_config
 from ..graphs import signature
 from ..ledger import StopRules
 from ..runner import input_device
+from ..turns import cache_of
 from ..verify.processors import ProcessorPipeline
 from ..verify.sampler import Sampler
 from .sampling import RequestSampler
@@ -101,6 +102,8 @@ class SettingsDesk:
             if arguments.get(name) not in (None, False, 1):
                 raise ValueError(f"psd: {name}={arguments[name]!r} has no place in a queue; {advice}.")
         refuse_arguments(self.model, arguments)
+        if cache_of(arguments) is not None:
+            raise ValueError("psd: a queue reads no cache of an earlier turn; add the whole text as the prompt.")
         ids = torch.tensor([prompt], dtype=torch.long, device="cpu")
         self._check(ids)
         with _taking_stop_strings, take_stop_strings(self.model, arguments), torch.no_grad():
