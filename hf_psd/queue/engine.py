@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,29 +24,13 @@ from .pressure import headroom, reach, victim
 from .reading import Reader
 from .results import RequestCancelled
 from .sampling import MixedSampler, Seating
+from .sizes import Sizes
 from .space import PagedWorkspace
 from .ticket import Ticket
 from .waiting import WaitingLine
 
 _NO_TOKEN = -2
 _COLUMN_GRANULE = 256
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much a queue holds.
-
-    Attributes:
-        seats: requests that run at once.
-        blocks: KV blocks of each model.
-        block_size: tokens per block.
-        chunk: most tokens of prompts that are read in per step.
-    """
-
-    seats: int
-    blocks: int
-    block_size: int
-    chunk: int
 
 
 class QueueEngine(StepLoop):
@@ -113,18 +96,13 @@ class QueueEngine(StepLoop):
         self.hooks.end(self.context([]))
 
     def join(self, ticket: Ticket) -> None:
-        """A request arrives.
-
-        Raises:
-            ValueError: it could not run even alone.
-        """
-        pool = self.space.pool
-        if pool.need(ticket.limit) > pool.total:
-            raise ValueError(
-                f"psd: a request of up to {ticket.limit} tokens needs {pool.need(ticket.limit)} KV blocks of "
-                f"{pool.block_size} tokens, but there are {pool.total}; raise kv_memory or lower max_new_tokens."
-            )
-        self.waiting.join(ticket)
+        """A request arrives; one that could not run even alone ends at once."""
+        try:
+            self.sizes.check(ticket.limit)
+        except ValueError as error:
+            self._end(ticket, error)
+        else:
+            self.waiting.join(ticket)
 
     def cancel(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """Ends a request that is not done, wherever it stands."""

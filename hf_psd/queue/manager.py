@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,27 +15,17 @@ from .. import api
 from ..arguments import resolve_drafters, resolve_target
 from ..config import PSDConfig
 from ..drafters.base import Drafter
-from ..drafters.model import ModelDrafter
-from ..fused import fused, models_to_fuse
 from ..hooks import StepHook, StepHookList
-from ..learning import make_selector
 from ..ledger import Ledger
-from ..runner import inference_state, input_device, one_call_at_a_time
-from ..selection import SelectionHook
-from ..stats import StatsHook
-from ..support import choose_attention
-from .engine import QueueEngine, Sizes
-from .invariants import InvariantChecker
+from ..runner import input_device
+from .engine import QueueEngine
+from .mailbox import Mailbox
 from .metrics import QueueStats, prometheus
 from .results import Result
 from .settings import SettingsDesk
-from .space import bytes_per_token, free_memory
+from .sizes import CHUNK, Sizes, measure
 from .ticket import Ticket
-
-SEATS, BLOCK_SIZE, CHUNK = 32, 64, 512
-_SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.25}
-_USUAL_LENGTH = 2048
-_PATIENCE = 0.02
+from .worker import Worker
 
 
 class ContinuousBatchingManager:
@@ -100,15 +88,18 @@ class ContinuousBatchingManager:
             kwargs["generation_config"] = generation_config
         self.desk = SettingsDesk(self.model, api.plain_generate(), kwargs, config.verification, self.seed)
         self.stats = QueueStats()
-        self.hooks, self.chunk = list(StepHookList(psd_hooks)), prefill_chunk
-        self.return_logprobs, self.check = return_logprobs, check
+        self.chunk = prefill_chunk
         self.fatal_error: BaseException | None = None
-        self._engine: QueueEngine | None = None
         self._sizes: Sizes | None = None
+        self._open_ended = True
+        self._worker = Worker(
+            self.model, self.drafters, self.config, StepHookList(psd_hooks), self.stats, self._fix_sizes,
+            return_logprobs, self.seed, check,
+        )  # fmt: skip
+        api.remember(self.stats)
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Ticket]] = queue.SimpleQueue()
-        self._results: queue.Queue[Result] = queue.Queue()
-        self._set_aside: list[Result] = []
+        self._mail = Mailbox()
         self._wake, self._lock = threading.Event(), threading.RLock()
         self._stopping: str | None = None
         self._tickets: dict[str, Ticket] = {}
@@ -172,7 +163,8 @@ class ContinuousBatchingManager:
             noise = noise_id if noise_id is not None else number if seed is None else 0
             result = Result(name, prompt, timestamps=[] if record_timestamps else None)
             ticket = Ticket(number, result, settings, noise, ledger, self._deliver, streaming, streamer)
-            self._refuse_too_long(ticket)
+            if self._sizes is not None or self.config.kv_memory is not None:
+                self._fix_sizes().check(ticket.limit)
             self._tickets[name] = ticket
             self._inbox.put(("add", ticket))
         self._wake.set()
@@ -194,23 +186,7 @@ class ContinuousBatchingManager:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Result | None:
         """The next result, of any request or of one; None after `timeout` seconds, or if none can come any more."""
-        with self._lock:
-            for place, result in enumerate(self._set_aside):
-                if request_id in (None, result.request_id):
-                    return self._set_aside.pop(place)
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            more = self._more_may_come(request_id)
-            try:
-                result = self._results.get(timeout=_PATIENCE) if more else self._results.get_nowait()
-            except queue.Empty:
-                if not more or (until is not None and time.monotonic() >= until):
-                    return None
-                continue
-            if request_id in (None, result.request_id):
-                return result
-            with self._lock:
-                self._set_aside.append(result)
+        return self._mail.get(request_id, timeout, lambda: self._more_may_come(request_id))
 
     def iter(self, request_id: str | None = None) -> Iterator[Result]:
         """Results as they come, of all requests until all have ended, or of one until it has."""
@@ -244,11 +220,11 @@ class ContinuousBatchingManager:
             self._stopping = "now" if hard_stop else self._stopping or "when done"
         self._wake.set()
         if not self.is_running():
-            if self._engine is not None:
-                with self._session() as engine:
+            if self._worker.engine is not None or self._tickets:
+                with self._worker.work() as engine:
                     while self._turn(engine):
                         pass
-                self._close()
+                self._worker.close()
         elif self._thread is not None and block:
             self._thread.join(timeout)
             if not self._thread.is_alive():
@@ -270,7 +246,7 @@ class ContinuousBatchingManager:
 
         Call `stop` in the end.
         """
-        with self._session() as engine:
+        with self._worker.work() as engine:
             return self._turn(engine)
 
     def run_to_end(self, tick: Callable[[int], Any] | None = None) -> list[Result]:
@@ -282,19 +258,17 @@ class ContinuousBatchingManager:
         Returns:
             The last result of each request, in order of arrival.
         """
-        results: list[tuple[int, Result]] = []
+        self._open_ended = False
         numbers = {name: ticket.number for name, ticket in self._tickets.items()}
+        results: list[Result] = []
 
         def collect() -> int:
-            before = len(results)
-            while not self._results.empty():
-                result = self._results.get()
-                if result.is_finished():
-                    results.append((numbers[result.request_id], result))
-            return len(results) - before
+            new = [result for result in self._mail.take_all() if result.is_finished()]
+            results.extend(new)
+            return len(new)
 
         try:
-            with self._session() as engine:
+            with self._worker.work() as engine:
                 while self._turn(engine):
                     ended = collect()
                     if tick is not None and ended:
@@ -302,22 +276,22 @@ class ContinuousBatchingManager:
         except BaseException as error:
             self._collapse(error)
             raise
-        self._close()
+        self._worker.close()
         collect()
-        return [result for _, result in sorted(results, key=lambda pair: pair[0])]
+        return sorted(results, key=lambda result: numbers[result.request_id])
 
     def _serve(self) -> None:
         try:
             while True:
                 self._wake.wait()
                 self._wake.clear()
-                with self._session() as engine:
+                with self._worker.work() as engine:
                     while self._turn(engine):
                         pass
                 with self._lock:
                     if self._stopping is not None and self._inbox.empty():
                         break
-            self._close()
+            self._worker.close()
         except BaseException as error:
             self._collapse(error)
 
@@ -334,55 +308,17 @@ class ContinuousBatchingManager:
             return False
         return engine.turn()
 
-    @contextmanager
-    def _session(self) -> Iterator[QueueEngine]:
-        """Holds the models while there is work: what a call of `generate` would change of theirs is changed."""
-        models = [self.model, *(each.model for each in self.drafters if isinstance(each, ModelDrafter))]
-        with ExitStack() as stack:
-            stack.enter_context(one_call_at_a_time(models))
-            attention = {each: choose_attention(each, self.config.attention) for each in models}
-            fusing = models_to_fuse(models, self.config.fused_ops)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(inference_state(attention))
-            stack.enter_context(fused(fusing))
-            if self._engine is None:
-                self._engine = self._open(models, bool(fusing))
-            yield self._engine
-
-    def _open(self, models: Sequence[PreTrainedModel], fusing: bool) -> QueueEngine:
-        self._sizes = self._sizes or self._measure(models)
-        hooks = StepHookList()
-        engine = QueueEngine(
-            self.model, self.drafters, self.config, self._sizes, hooks, self.stats, self.return_logprobs, fusing
-        )
-        engine.selector = make_selector(self.config, self.seed, len(self.drafters), sampled=True)
-        engine.checker = InvariantChecker() if self.check else None
-        hooks.append(SelectionHook(engine.selector, lambda: engine.roster.arms))
-        hooks.append(StatsHook(self.stats))
-        hooks.extend(self.hooks)
-        api.remember(self.stats)
-        engine.open()
-        return engine
-
-    def _close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
     def _collapse(self, error: BaseException) -> None:
         """The step loop itself has failed: every request ends with its error."""
         with self._lock:
             self.fatal_error = error
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            with suppress(Exception):
-                engine.close(error)
+        self._worker.close(error)
         for ticket in list(self._tickets.values()):
             if not ticket.ended:
                 ticket.end(error)
 
     def _deliver(self, result: Result) -> None:
-        self._results.put(result)
+        self._mail.put(result)
         if result.is_finished():
             with self._lock:
                 self._tickets.pop(result.request_id, None)
@@ -401,36 +337,15 @@ class ContinuousBatchingManager:
         self._names += 1
         return f"req_{self._names - 1}"
 
-    def _measure(self, models: Sequence[PreTrainedModel]) -> Sizes:
-        """How much fits: what `kv_memory` says, or what the seats need as far as memory allows."""
-        block_size = self.config.block_size or BLOCK_SIZE
-        limits = sorted((ticket.limit for ticket in self._tickets.values()), reverse=True)
-        seats = self.config.max_batch_size or SEATS
-        block_bytes = block_size * sum(map(bytes_per_token, models))
-        if self.config.kv_memory is not None:
-            blocks = self.config.kv_memory // block_bytes
-        else:
-            room = int(free_memory(self._device) * _SHARE_OF_MEMORY.get(self._device.type, 0.5)) // block_bytes
-            usual = [max(limits, default=_USUAL_LENGTH)] * seats if self._thread else limits[:seats]
-            blocks = min(room, sum(-(-(limit + self.config.most_drafts) // block_size) for limit in usual))
-        if blocks < 1:
-            raise ValueError(
-                f"psd: kv_memory={self.config.kv_memory!r} holds no KV block; one of {block_size} tokens takes "
-                f"{block_bytes} bytes in all models together. Raise kv_memory or lower block_size."
-            )
-        return Sizes(seats, blocks, block_size, self.chunk)
-
-    def _refuse_too_long(self, ticket: Ticket) -> None:
-        """A request must be able to run alone, and within the target's positions."""
-        sizes = self._sizes
-        if sizes is None and self.config.kv_memory is not None:
-            models = [self.model, *(each.model for each in self.drafters if isinstance(each, ModelDrafter))]
-            sizes = self._sizes = self._measure(models)
-        if sizes is not None and -(-ticket.limit // sizes.block_size) > sizes.blocks:
-            raise ValueError(
-                f"psd: a request of up to {ticket.limit} tokens needs more than the {sizes.blocks} KV blocks of "
-                f"{sizes.block_size} tokens that there are; raise kv_memory or lower max_new_tokens."
-            )
+    def _fix_sizes(self) -> Sizes:
+        """The queue's sizes, which the first who asks fixes."""
+        with self._lock:
+            if self._sizes is None:
+                limits = [ticket.limit for ticket in self._tickets.values()]
+                self._sizes = measure(
+                    self.config, self._worker.models, self._device, self.chunk, limits, complete=not self._open_ended
+                )
+            return self._sizes
 
 
 def _mode(config: PSDConfig, drafters: Sequence[Drafter], device: torch.device) -> str:

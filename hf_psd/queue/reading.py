@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from ..drafters.base import Drafter
 from ..runner import Rows, upload
 from .ticket import Ticket
 from .waiting import next_chunk
@@ -70,19 +71,21 @@ class Reader:
     def _feed_drafters(self, chunk, slots, ids, positions) -> None:
         """Drafters with KV read the same chunk; rows for which one has no blocks left are caught up when it drafts."""
         engine = self.engine
-        for key, pool in engine.space.pools.items():
-            if key not in engine.roster.alive:
-                continue
+        for key, drafter in list(engine.roster.alive.items()):
+            if getattr(drafter.feed, "__func__", None) is Drafter.feed:
+                continue  # it keeps nothing
             its_positions = list(positions)
+            pool = engine.space.pools.get(key)
             for row, (ticket, count) in enumerate(chunk):
                 request = ticket.request
-                known = request.covered.get(key, 0)
-                if known == ticket.fed and pool.cover(request.slot, ticket.fed + count):
-                    request.covered[key] = ticket.fed + count
-                else:
+                behind = request.covered.get(key, 0) < ticket.fed
+                if behind or (pool is not None and not pool.cover(request.slot, ticket.fed + count)):
                     its_positions[row] = [-1] * len(positions[row])
-            with engine.roster.lane_of(engine.roster.alive[key]).work():
-                pool.upload()
+                else:
+                    request.covered[key] = ticket.fed + count
+            if pool is not None:
+                with engine.roster.lane_of(drafter).work():
+                    pool.upload()
             if max(map(max, its_positions)) >= 0:
                 engine.roster.feed(key, slots, ids, its_positions)
 

@@ -99,7 +99,7 @@ class SettingsDesk:
             return input_ids
 
         for name, advice in _ANSWERED_ELSEWHERE.items():
-            if arguments.get(name) not in (None, False, 1):
+            if int(arguments.get(name) or 0) > (name == "num_return_sequences"):
                 raise ValueError(f"psd: {name}={arguments[name]!r} has no place in a queue; {advice}.")
         refuse_arguments(self.model, arguments)
         if cache_of(arguments) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedModel
 
 from ..blocks import BlockPool
@@ -75,21 +74,3 @@ class PagedWorkspace(Workspace):
         pool = BlockPool(self.blocks, self.block_size, self.limits.slots, self.limits.capacity, input_device(model))
         self.pools[TARGET if key is None else key] = pool
         return ModelRunner(model, self.limits.slots, self.limits.capacity, pool)
-
-
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """KV bytes of one token by the model's configuration."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on a device now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil  # comes with accelerate
-
-    return psutil.virtual_memory().available

@@ -104,10 +104,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 4))
     def preempt(self, place):
-        engine = self.queue._engine
+        engine = self.queue._worker.engine
         if engine is None or not engine.tickets:
             return
-        with self.queue._session():
+        with self.queue._worker.work():
             engine.absorb_before(engine.step + 1)
             seated = list(engine.tickets.values())
             if seated:
@@ -115,8 +115,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(groups=st.sampled_from([1, 2]))
     def change_groups(self, groups):
-        if self.queue._engine is not None:
-            self.queue._engine.manager.groups = groups
+        if self.queue._worker.engine is not None:
+            self.queue._worker.engine.manager.groups = groups
 
     def collect(self):
         while (result := self.queue.get_result()) is not None:
@@ -132,7 +132,7 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("the queue does not come to its end")
         self.collect()
-        engine = self.queue._engine
+        engine = self.queue._worker.engine
         assert self.results.keys() == self.expected.keys()
         for name, result in self.results.items():
             expected = self.expected[name]
@@ -158,7 +158,7 @@ def run(examples, steps):
 
 
 def test_interleavings():
-    run(12, 20)
+    run(30, 25)
 
 
 @pytest.mark.slow
