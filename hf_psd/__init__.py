@@ -6,12 +6,14 @@ from .drafters.base import Drafter
 from .explain import Explanation, explain
 from .hooks import StepContext, StepHook, StepHookList
 from .placement import Placement, place
+from .queue import ContinuousBatchingManager, generate_batch
 from .stats import PSDStats
 from .timeline import Timeline
 from .workspace import release
 
 __version__ = "0.1.0"
 __all__ = [
+    "ContinuousBatchingManager",
     "Drafter",
     "Explanation",
     "PSDConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "enable",
     "explain",
     "generate",
+    "generate_batch",
     "last_stats",
     "place",
     "release",

@@ -108,6 +108,12 @@ def last_stats() -> PSDStats | None:
     return _last_stats
 
 
+def remember(stats: PSDStats) -> None:
+    """Makes these what `last_stats` returns."""
+    global _last_stats
+    _last_stats = stats
+
+
 def _decode(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -119,7 +125,6 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """The decoding method that transformers calls once it has prepared inputs, processors and criteria."""
-    global _last_stats
     assert psd_ask is not None
     refuse_generation_config(generation_config, model_kwargs)
     config, device = psd_ask.config, input_device(model)
@@ -152,7 +157,7 @@ def _decode(
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
         cache=cache if psd_ask.cache_given else None,
     )
-    _last_stats = call.stats
+    remember(call.stats)
     selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
     call.full_information = bool(getattr(selector, "full_information", False))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]

@@ -73,7 +73,8 @@ def attend_in_place(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface for a `RaggedCache` read in place.
 
-    `query` is [R, H, T, D]; `key` and `value` are the whole cache, [slots, positions, H_kv, D]. Returns [R, T, H, D].
+    `query` is [R, H, T, D]; `key` and `value` are the whole cache, [slots or blocks, positions, H_kv, D]. Returns
+    [R, T, H, D].
     """
     assert psd_address is not None
     at = psd_address.on(query.device)
@@ -81,7 +82,7 @@ def attend_in_place(
         query.transpose(1, 2),
         key,
         value,
-        at.slots,
+        at.table,
         at.positions,
         scaling=scaling,
         sliding_window=sliding_window,

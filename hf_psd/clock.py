@@ -22,6 +22,10 @@ class RoundClock:
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, Mark]] = {}
 
+    def forget(self, index: int) -> None:
+        """The request of this index is gone."""
+        self._last.pop(index, None)
+
     def lap(self, step: int, requests: Sequence[Request], mark: Mark) -> float | None:
         """Seconds of the round that ended at `mark`, which has been reached; None if the requests had none before.
 

@@ -21,9 +21,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Settings whose machinery is not built yet accept only the value that describes today's behaviour.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "compile": (False,),
-    "max_batch_size": (None,),
-    "block_size": (None,),
-    "kv_memory": (None,),
 }
 
 AUTO_GAMMAS = (0, 1, 2, 4, 8)
@@ -58,9 +55,11 @@ class PSDConfig:
         seed: 64-bit seed of all sampling noise; None draws one from torch's default CPU generator per sampling call.
         request_ids: One int per row (after `num_return_sequences` expansion) that keys the row's noise; default: row
             number.
-        max_batch_size: Seats of the continuous batching queue (not served yet).
-        block_size: Tokens per KV block (not served yet).
-        kv_memory: Bytes for KV blocks (not served yet).
+        max_batch_size: Requests that a queue runs at once, >= 1; None is 32. This and the next two size the queue of
+            `generate_batch`; `generate` has its batch and leaves them unread.
+        block_size: Tokens per KV block of a queue, >= 1; None is 64.
+        kv_memory: Bytes for the KV blocks of a queue, of all its models together, >= 1; None is what the seats need,
+            at most 80 % of the free memory on CUDA and 25 % on the CPU.
         attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads
             lengths on the device; `"auto"` the latter on CUDA where it fits the model.
         cuda_graphs: Capture the step in CUDA graphs, on first use of each shape; `"auto"` where the target is on one
@@ -102,6 +101,10 @@ class PSDConfig:
             raise ValueError(
                 f"psd: gamma must be an int >= 1 or \"auto\", got {self.gamma!r}; mode='ar' decodes without drafts."
             )
+        for name in ("max_batch_size", "block_size", "kv_memory"):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"psd: {name} must be an int >= 1 or None, got {size!r}.")
         if isinstance(self.selector, str) and self.selector.partition(":")[0] not in ("composite", *bandit.names()):
             known = ", ".join(("composite", *bandit.names()))
             raise ValueError(f"psd: selector must be one of {known}, or a selector object, got {self.selector!r}.")

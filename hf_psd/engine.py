@@ -20,7 +20,7 @@ from .pacing import Pacer, profile_of
 from .phases import Request
 from .reviews import ReviewBoard
 from .runner import Rows, implementation_of, input_device, upload
-from .stats import DrafterStats, PSDStats
+from .stats import PSDStats
 from .turns import load
 from .verify.sampler import Judgement, Sampler
 from .workspace import Workspace, obtain
@@ -122,7 +122,6 @@ class Engine(StepLoop):
         call, device = self.call, self.runner.device
         batch, columns = call.prompts.shape
         max_columns = call.ledger.rules.max_columns
-        self._describe()
         requests = [
             Request(row, row, padding, columns - padding, max_columns - padding)
             for row, padding in enumerate(call.padding)
@@ -165,13 +164,6 @@ class Engine(StepLoop):
             late=() if apart else ("psd",),
             captures=lambda: self.space.captured,
         )
-
-    def _describe(self) -> None:
-        call, stats = self.call, self.stats
-        stats.mode = self.mode
-        stats.by_drafter = [DrafterStats(drafter.name) for drafter in call.drafters]
-        stats.placement = {"target": str(self.runner.device)}
-        stats.placement |= {drafter.name: str(drafter.device or self.runner.device) for drafter in call.drafters}
 
     def capture_key(self, requests: Sequence[Request]) -> Hashable | None:
         return self.law

@@ -88,6 +88,17 @@ class BanditSelector:
                 self.bandit.update(pull.arm, *self._reward(rows), pull.context)
             self._flying.close(pull)
 
+    def interrupt(self, index: int) -> None:
+        """The drafts of this index's request were dropped unjudged; its next verification is of a later pull."""
+        self._flying.forget(index)
+
+    def forget(self, index: int) -> None:
+        """The request of this index is over; a queue would keep what is known of it for ever."""
+        self._flying.forget(index)
+        if self.config.per_request:
+            for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[1:2] == (index,)]:
+                self.bandit.forget(context)
+
     def end(self) -> None:
         """The call is over: pulls without a verdict do not count, drafters that failed may serve the next call."""
         self._hindsight.end()

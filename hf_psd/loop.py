@@ -17,7 +17,7 @@ from .reviews import ReviewBoard
 from .roster import Roster
 from .runner import Rows
 from .selection import Due, Plan, check_plan
-from .stats import PSDStats
+from .stats import DrafterStats, PSDStats
 from .verification import Packet, Verifier
 from .verify.sampler import Judgement, Sampler
 from .workspace import Workspace
@@ -68,11 +68,17 @@ class StepLoop:
         self.roster = Roster(drafters if drafting else [], space, stats, board)
         self.verifier = Verifier(self.runner, self.state, sampler, self.roster, eos)
         self.batch_size = space.limits.slots
+        stats.mode = mode
+        stats.by_drafter = [DrafterStats(drafter.name) for drafter in drafters]
+        stats.placement = {"target": str(self.runner.device)}
+        stats.placement |= {drafter.name: str(drafter.device or self.runner.device) for drafter in drafters}
         self.keep_scores = False
         self.clock = RoundClock()
         self.pacer: Pacer | None = None
         self._mode = mode
         self.step = -1
+        self.newest = Step([], [])
+        """What the newest step launched."""
 
     def advance(self) -> bool:
         """One step: launch its work, then read what the step before it gave. False when there is nothing left."""
@@ -95,9 +101,11 @@ class StepLoop:
         if plan:
             context = self.context(step.draft)
             context.plan = plan
+            self.roster.law = self.capture_key(step.draft)
             context.drafts = self.roster.draft(self.state, step.draft, plan, due)
             self.tell("after_draft", context)
         self.manager.advance(step)
+        self.newest = Step(step.verify, step.draft if plan else [])
         self.absorb_before(self.step)
         return True
 

@@ -142,11 +142,9 @@ class BatchManager:
 
     def finish(self, request: Request) -> None:
         """Takes a request out; its group shrinks."""
-        self._take(request, Phase.DONE)
-
-    def withdraw(self, request: Request) -> None:
-        """Takes a request out that will come back by `add`; its drafts, if any, are forgotten."""
-        self._take(request, Phase.WAITING)
+        request.phase = Phase.DONE
+        request.proposals = []
+        self.requests.remove(request)
 
     def sizes(self) -> list[int]:
         """Requests per group."""
@@ -186,11 +184,6 @@ class BatchManager:
             request.phase = Phase.HAS_DRAFT
         for request in step.verify:
             request.phase = self._ready
-
-    def _take(self, request: Request, phase: Phase) -> None:
-        request.phase = phase
-        request.proposals = []
-        self.requests.remove(request)
 
     def _load(self, group: int) -> tuple[int, int]:
         """Running requests of a group, and the tokens they attend to."""

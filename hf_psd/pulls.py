@@ -48,6 +48,11 @@ class PullsInFlight:
         verifying = self._verifying.get(request.index)
         return verifying.popleft() if verifying else None
 
+    def forget(self, index: int) -> None:
+        """What was under way for the request of this index will have no result."""
+        for known in (self._requests, self._planned, self._verifying):
+            known.pop(index, None)
+
     def close(self, pull: Pull) -> None:
         """The pull has been told of."""
         if pull in self._open:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -15,7 +16,7 @@ from .drafters.base import Drafter, Outcome, Proposal, Session, Shape, Task
 from .lanes import Lane
 from .phases import Request
 from .reviews import Review, ReviewBoard
-from .runner import Rows
+from .runner import Rows, upload
 from .selection import Arm, Plan
 from .state import SequenceState, View
 from .stats import PSDStats
@@ -39,6 +40,8 @@ class Roster:
         self.drafters, self.space, self.stats = list(drafters), space, stats
         self.device = space.runner.device
         self.alive: dict[int, Drafter] = dict(enumerate(drafters))
+        self.law: Hashable | None = None
+        """What a captured draft turn depends on beside its shape; None if the next one must run eagerly."""
         self._session: Session | None = None
         self.announcers = [key for key, drafter in self.alive.items() if drafter.announces]
         self.lane = space.draft_lane
@@ -64,11 +67,35 @@ class Roster:
 
     def start(self, session: Session, view: View) -> None:
         """Begins the call; `view` shows all rows with their prompts."""
-        self._session = session
+        self.open(session)
+        self.prefill(view)
+
+    def open(self, session: Session) -> None:
+        """Begins a call whose requests come later."""
+        self._session, self.law = session, session.law
         for key, drafter in list(self.alive.items()):
             with self._retiring(key):
                 drafter.start(session)
+
+    def prefill(self, view: View) -> None:
+        """Shows newcomers, their text complete, to every drafter."""
+        for key, drafter in list(self.alive.items()):
+            with self._retiring(key):
                 drafter.prefill(view)
+
+    def feed(self, key: int, slots: Sequence[int], ids: list[list[int]], positions: list[list[int]]) -> None:
+        """Lets a drafter read a piece of newcomers' text: [R][T] ids at positions, negative where there is none."""
+        drafter = self.alive[key]
+        lane = self.lane_of(drafter)
+        with self._retiring(key), lane.work("prefill"):
+            shape, bound = (len(ids), -1), max(map(max, positions)) + 1
+            fed, at = (upload([*chain.from_iterable(table)], lane.device).view(shape) for table in (ids, positions))
+            drafter.feed(Rows(slots, lane.device), fed, at, bound)
+        lane.mark()
+
+    def lane_of(self, drafter: Drafter) -> Lane:
+        """Where a drafter works."""
+        return self.lanes[drafter.device or self.device]
 
     def draft(
         self,
@@ -156,7 +183,7 @@ class Roster:
 
     def _can_replay(self, plan: Plan) -> bool:
         drafters = [self.alive[key] for key, _ in plan if key in self.alive]
-        graphs = self.space.draft_graphs is not None and len(drafters) == len(plan)
+        graphs = self.space.draft_graphs is not None and self.law is not None and len(drafters) == len(plan)
         return graphs and all(each.capturable and self._on_cuda(each) for each in drafters)
 
     def _on_cuda(self, drafter: Drafter) -> bool:
@@ -183,7 +210,7 @@ class Roster:
             with self._retiring(key):
                 if key in away:
                     arrived[key] = self._turns_on(drafter.device).propose(
-                        drafter, key, requests, budgets, packed, session
+                        drafter, key, requests, budgets, packed, replace(session, law=self.law)
                     )
                     turns.append((key, None, None))
                     continue
@@ -208,7 +235,7 @@ class Roster:
             shapes = tuple(
                 (self.drafters[key].signature, shape and (shape.width, shape.depth)) for key, _, shape in turns
             )
-            ids = graphs.run((session.law, len(rows), shapes), rows, turn)
+            ids = graphs.run((self.law, len(rows), shapes), rows, turn)
         self.lane.mark()
         return ids[: len(slots)]
 

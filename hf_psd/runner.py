@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention import FAST, MaskBuilder
-from .cache import KVAddress, RaggedCache
+from .blocks import BlockPool
+from .cache import KVAddress, PagedCache, RaggedCache
 
 PIECE_TOKENS = 2048  # prompts are read so many tokens at a time, which bounds the memory of activations
 LONGEST_PIECE = 512
@@ -61,9 +62,10 @@ class ModelRunner:
         model: any causal LM that passed `support.check_supported`.
         slots: requests held at once.
         capacity: tokens per request, drafts included.
+        pool: blocks to keep the KV in; None gives each slot its own `capacity` tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: int, capacity: int):
+    def __init__(self, model: PreTrainedModel, slots: int, capacity: int, pool: BlockPool | None = None):
         self._model = weakref.ref(model)  # buffers kept with a model must not keep it alive
         text_config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
@@ -73,7 +75,12 @@ class ModelRunner:
         implementation = text_config._attn_implementation
         eager, self.fast = implementation == "eager", implementation == FAST
         self.masks = MaskBuilder(text_config, _compute_dtype(model) if eager else None)
-        self.cache = RaggedCache(text_config.num_hidden_layers, slots, capacity, in_place=self.fast)
+        layers = text_config.num_hidden_layers
+        self.cache = (
+            RaggedCache(layers, slots, capacity, in_place=self.fast)
+            if pool is None
+            else PagedCache(layers, pool, in_place=self.fast)
+        )
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters

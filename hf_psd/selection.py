@@ -159,6 +159,11 @@ class CompositeSelector:
             if result.arm is not None and result.drafted > 0:
                 self._record(result.request, result.arm).learn(result.drafted, result.accepted)
 
+    def forget(self, index: int) -> None:
+        """The request of this index is over; a queue would keep what is known of it for ever."""
+        for key in [key for key in self.records if key[0] == index]:
+            del self.records[key]
+
     def _depth(self, request: Request, arm: Arm, gamma: int) -> int:
         record = self._record(request, arm.key)
         if record.rest > 0:

@@ -103,6 +103,26 @@ class SequenceState:
         self.limit[:batch] = max_columns - padding
         self.request[:batch] = request_ids
 
+    def seat(self, slot: int, ids: torch.Tensor, limit: int, round: int, request: int) -> None:
+        """Gives a slot to a request: `ids` [L] int64 so far, which end at `limit` at the latest."""
+        self.tokens[slot, : ids.shape[0]] = ids
+        for array, value in (
+            (self.padding, 0), (self.length, ids.shape[0]), (self.limit, limit), (self.round, round),
+            (self.request, request), (self.done, False), (self.draft_ids, -1), (self.failed_drafter, -1),
+            (self.source, -1),
+        ):  # fmt: skip
+            array[slot].fill_(value)
+
+    def vacate(self, slot: int) -> None:
+        """Takes a slot back; steps that still run over it change nothing."""
+        self.done[slot].fill_(True)
+
+    def widen(self, width: int) -> None:
+        """Makes room for `width` ids per slot. Graphs captured over the old array are void."""
+        more = width - self.tokens.shape[1]
+        if more > 0:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
+
     def view(self, rows: Rows) -> View:
         arrays = (self.tokens, self.padding, self.length, self.limit, self.round, self.request, self.done)
         return View(rows, *(array.index_select(0, rows.slots) for array in arrays))

@@ -95,7 +95,7 @@ class StatsHook(StepHook):
     def __init__(self, stats: PSDStats):
         self.stats = stats
         self._clock = self._began = 0.0
-        self._balances: list[float] = []
+        self._balance, self._balanced = 0.0, 0
 
     def on_start(self, context: StepContext) -> None:
         self._began = time.perf_counter()
@@ -116,7 +116,9 @@ class StatsHook(StepHook):
         self.stats.target_forwards += 1
         self.stats.forwards_by_mode[context.mode] += 1
         if context.balance is not None:
-            self._balances.append(context.balance)
+            self._balance += context.balance
+            self._balanced += 1
+            self.stats.balance = self._balance / self._balanced
 
     def on_commit(self, context: StepContext) -> None:
         for emitted, drafted, accepted, source in zip(
@@ -128,8 +130,6 @@ class StatsHook(StepHook):
         self.stats.seconds = time.perf_counter() - self._began
         if self.stats.forwards_by_mode:
             self.stats.mode = self.stats.forwards_by_mode.most_common(1)[0][0]
-        if self._balances:
-            self.stats.balance = sum(self._balances) / len(self._balances)
 
     def _count(self, emitted: int, drafted: int, accepted: int, source: int | None) -> None:
         stats = self.stats

@@ -31,7 +31,7 @@ class Workspace:
     def __init__(self, model: PreTrainedModel, limits: Limits, pad_id: int, graphs: bool):
         device = input_device(model)
         self.limits, self.graphs = limits, graphs
-        self.runner = ModelRunner(model, limits.slots, limits.capacity)
+        self.runner = self._make_runner(model, None)
         self.state = SequenceState(limits, device, pad_id)
         self.lane, self.draft_lane = Lane(device, "target"), Lane(device, "draft")
         self._lanes = {device: self.draft_lane}
@@ -83,9 +83,13 @@ class Workspace:
         if known is not None and self.draft_graphs is not None:
             self.draft_graphs = StepGraphs(self.draft_lane, self.limits.slots - 1)
             self._graphs_away.clear()
-        runner = ModelRunner(model, self.limits.slots, self.limits.capacity)
+        runner = self._make_runner(model, key)
         self._drafter_runners[key] = (weakref.ref(model), runner, mark)
         return runner
+
+    def _make_runner(self, model: PreTrainedModel, key: int | None) -> ModelRunner:
+        """The runner of the target (`key` None) or of drafter number `key`."""
+        return ModelRunner(model, self.limits.slots, self.limits.capacity)
 
     def serves(self, model: PreTrainedModel, batch: int, columns: int, gamma: int) -> bool:
         """Whether a call of this size on this model, as its weights are now, can use these buffers and graphs."""

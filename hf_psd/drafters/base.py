@@ -9,6 +9,7 @@ import torch
 
 from ..phases import Request
 from ..reviews import Review
+from ..runner import Rows
 from ..state import Limits, View
 from ..verify.sampler import Sampler
 from ..workspace import Workspace
@@ -166,7 +167,19 @@ class Drafter:
         """A call begins."""
 
     def prefill(self, view: View) -> None:
-        """The prompts are known; a drafter may read them now or when it first drafts."""
+        """The prompts are known; a drafter may read them now or when it first drafts.
+
+        In a queue it is called for each set of newcomers, whose slots may have been others' before.
+        """
+
+    def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> None:
+        """A piece of newcomers' text, in a queue: a drafter with KV may store it now instead of when it is asked.
+
+        Args:
+            rows: the newcomers.
+            ids, positions: [R, T] int64 on the drafter's device; a negative position marks a token to skip.
+            bound: an upper bound of the positions.
+        """
 
     def draft(self, task: Task) -> Proposal:
         """Proposes up to `task.budgets` tokens per row, which may be fewer (a ragged budget)."""

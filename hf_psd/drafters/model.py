@@ -68,6 +68,12 @@ class ModelDrafter(Drafter):
     def end(self) -> None:
         self._runner = self._reviewer = None
 
+    def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> None:
+        assert self._runner is not None
+        self.forwards += 1
+        positions = torch.where(positions < self._runner.last_position, positions, -1)
+        self._runner.forward(rows, ids, positions, bound, logits_to_keep=1)
+
     def draft(self, task: Task) -> Proposal:
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
         if self._reviewer is None or task.review is None:
@@ -209,10 +215,15 @@ class ModelDrafter(Drafter):
         return max(lag, 1 + self._unscored(request))
 
     def _forward(
-        self, view: View, ids: torch.Tensor, positions: torch.Tensor, bound: int, drafting: torch.Tensor
+        self,
+        view: View,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        bound: int,
+        drafting: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._runner is not None
-        if self._reviewer is not None and ids.shape[1] > 1:
+        if self._reviewer is not None and drafting is not None and ids.shape[1] > 1:
             logits = self._runner.forward(view.rows, ids, positions, bound).logits
             self._reviewer.score(view, logits[:, :-1], drafting)
             return logits[:, -1]

@@ -54,10 +54,22 @@ class Sampler:
     def on(self, device: torch.device) -> Sampler:
         """The same law with its tensors on another device, for a drafter that lives there."""
         if device not in self._elsewhere:
-            seed = self.seeds.get(device, self.seed)
-            seed = seed.to(device) if isinstance(seed, torch.Tensor) else seed
-            self._elsewhere[device] = Sampler(self.pipeline.to(device), self.do_sample, self.law, seed)
+            self._elsewhere[device] = self.elsewhere(device)
         return self._elsewhere[device]
+
+    def elsewhere(self, device: torch.device) -> Sampler:
+        """A copy on another device."""
+        seed = self.seeds.get(device, self.seed)
+        seed = seed.to(device) if isinstance(seed, torch.Tensor) else seed
+        return Sampler(self.pipeline.to(device), self.do_sample, self.law, seed)
+
+    def row_index(self, view: View) -> torch.Tensor:
+        """[R] int64, each row's number in the batch that the processors were prepared for."""
+        return view.rows.slots
+
+    def row_number(self, view: View, row: int) -> int:
+        """The same for one row, on the host."""
+        return view.rows.numbers[row]
 
     def draw(
         self, logits: torch.Tensor, view: View, step: int, vocab_size: int
@@ -76,7 +88,7 @@ class Sampler:
         failed = bad_rows(scores)
         column = view.padding + view.length + step
         if not self.pipeline.empty:
-            scores = self.pipeline.draft(scores.float()[:, None], view.tokens, column, view.rows.slots)[:, 0]
+            scores = self.pipeline.draft(scores.float()[:, None], view.tokens, column, self.row_index(view))[:, 0]
         coupled = self.law == "coupled"
         ids = sample(
             scores,
@@ -117,7 +129,7 @@ class Sampler:
         if self.pipeline.exact_only:
             scores = self._one_by_one(logits, draft_ids, view, draft_scores, point_mass, law)
         elif not self.pipeline.empty:
-            scores = self.pipeline(logits.float(), view.tokens, view.padding + view.length, view.rows.slots)
+            scores = self.pipeline(logits.float(), view.tokens, view.padding + view.length, self.row_index(view))
         if draft_scores is None:
             point_mass = torch.ones_like(point_mass)
         verdict = verify_drafts(
@@ -135,7 +147,7 @@ class Sampler:
         for i in range(logits.shape[1]):
             for row in alive:
                 prefix = view.tokens[row : row + 1, : ends[row] + i]
-                new = self.pipeline.one(scores[row : row + 1, i], prefix, view.rows.numbers[row])
+                new = self.pipeline.one(scores[row : row + 1, i], prefix, self.row_number(view, row))
                 if new.shape != (1, scores.shape[-1]):
                     raise ValueError(
                         "psd: logits processors are called for one row at a time and must return scores of shape "

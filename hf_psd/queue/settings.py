@@ -1,0 +1,160 @@
+"""What a request asks for: prepared by transformers' own `generate`, so that it means here what it means there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+
+from ..arguments import left_padding, refuse_arguments, refuse_generation_config, take_stop_strings
+from ..graphs import signature
+from ..ledger import StopRules
+from ..runner import input_device
+from ..turns import cache_of
+from ..verify.processors import ProcessorPipeline
+from ..verify.sampler import Sampler
+from .sampling import RequestSampler
+
+_PER_PROMPT = ("Encoder", "Prefix")
+"""Stock processors whose attributes hold the prompt or a function of the user's have names with these parts."""
+_ANSWERED_ELSEWHERE = {
+    "num_return_sequences": "add the prompt as often as wanted",
+    "output_scores": "ask the manager for `return_logprobs=True`",
+    "output_logits": "ask the manager for `return_logprobs=True`",
+}
+_taking_stop_strings = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A request's settings, resolved.
+
+    Attributes:
+        law: draws and judges its tokens; requests of equal settings share one.
+        capturable: a key of all the law depends on, None if its steps cannot be captured.
+        rules: how it ends.
+        eos: its end tokens.
+        pad_id: fills what comes after its end.
+    """
+
+    law: Sampler
+    capturable: Hashable | None
+    rules: StopRules
+    eos: list[int]
+    pad_id: int
+
+
+class SettingsDesk:
+    """Prepares the settings of requests to one target.
+
+    Args:
+        model: the target.
+        plain: transformers' own `generate`.
+        defaults: arguments of `generate` that hold for all requests unless one says otherwise.
+        verification: "rejection" or "coupled".
+        seed: key of the noise of requests without a seed of their own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plain: Callable[..., Any],
+        defaults: Mapping[str, Any],
+        verification: str,
+        seed: int,
+    ):
+        self.model, self.plain, self.defaults = model, plain, dict(defaults)
+        self.verification, self.seed = verification, seed
+        self._prepared: dict[Hashable, Settings] = {}
+        self._laws: dict[Hashable, Sampler] = {}
+
+    def settle(self, prompt: list[int], seed: int | None, own: Mapping[str, Any]) -> Settings:
+        """The settings of a prompt under `own` arguments of `generate`.
+
+        Raises:
+            ValueError, TypeError: for what `generate` or speculative decoding would refuse.
+        """
+        arguments = {**self.defaults, **own}
+        key = (len(prompt), seed, _frozen(arguments))
+        known = self._prepared.get(key) if key[2] is not None else None
+        if known is not None:
+            self._check(torch.tensor([prompt], device="cpu"))
+            return known
+        settings, shared = self._prepare(prompt, self.seed if seed is None else seed, arguments)
+        if key[2] is not None and shared:
+            self._prepared[key] = settings
+        return settings
+
+    def _prepare(self, prompt: list[int], seed: int, arguments: dict[str, Any]) -> tuple[Settings, bool]:
+        kept: dict[str, Any] = {}
+
+        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            kept.update(processors=logits_processor, criteria=stopping_criteria, config=generation_config)
+            kept["inputs"] = model_kwargs
+            return input_ids
+
+        for name, advice in _ANSWERED_ELSEWHERE.items():
+            if int(arguments.get(name) or 0) > (name == "num_return_sequences"):
+                raise ValueError(f"psd: {name}={arguments[name]!r} has no place in a queue; {advice}.")
+        refuse_arguments(self.model, arguments)
+        if cache_of(arguments) is not None:
+            raise ValueError("psd: a queue reads no cache of an earlier turn; add the whole text as the prompt.")
+        ids = torch.tensor([prompt], dtype=torch.long, device="cpu")
+        self._check(ids)
+        with _taking_stop_strings, take_stop_strings(self.model, arguments), torch.no_grad():
+            self.plain(self.model, ids.to(input_device(self.model)), custom_generate=decode, **arguments)
+        config: GenerationConfig = kept["config"]
+        refuse_generation_config(config, kept["inputs"])
+        self._refuse_sequences(config)
+        rules = StopRules.sort(kept["criteria"])
+        rules.max_columns = max(rules.max_columns, len(prompt) + 1)
+        pad = config._pad_token_tensor
+        law, capturable = self._law(kept["processors"], bool(config.do_sample), seed)
+        shared = capturable is not None and not rules.by_column and not _knows_prompt(kept["processors"])
+        return Settings(law, capturable, rules, rules.eos_ids, int(pad) if pad is not None else 0), shared
+
+    def _law(self, processors: LogitsProcessorList, do_sample: bool, seed: int) -> tuple[Sampler, Hashable | None]:
+        pipeline = ProcessorPipeline(processors, input_device(self.model), batch_size=1)
+        known = signature(pipeline.processors)
+        key = None if known is None or pipeline.exact_only else (known, do_sample, self.verification, seed)
+        if key is None or _knows_prompt(processors):
+            return RequestSampler(pipeline, do_sample, self.verification, seed), None
+        if key not in self._laws:
+            self._laws[key] = RequestSampler(pipeline, do_sample, self.verification, seed)
+        return self._laws[key], key
+
+    def _check(self, ids: torch.Tensor) -> None:
+        if ids.shape[1] == 0:
+            raise ValueError("psd: a request needs a prompt of at least one token.")
+        left_padding(self.model, ids, None)
+
+    def _refuse_sequences(self, config: GenerationConfig) -> None:
+        if (config.num_return_sequences or 1) > 1:
+            raise ValueError(
+                f"psd: num_return_sequences={config.num_return_sequences} has no place in a queue; "
+                f"{_ANSWERED_ELSEWHERE['num_return_sequences']}."
+            )
+
+
+def _knows_prompt(processors: LogitsProcessorList) -> bool:
+    return any(part in type(each).__name__ for each in processors for part in _PER_PROMPT)
+
+
+def _frozen(arguments: Mapping[str, Any]) -> Hashable | None:
+    """The arguments as a key; None if one of them is an object whose meaning may change."""
+    items: list[Hashable] = []
+    for name, value in sorted(arguments.items()):
+        if isinstance(value, GenerationConfig):
+            items.append((name, repr(sorted(value.to_dict().items(), key=lambda item: item[0]))))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            items.append((name, (type(value).__name__, value)))
+        elif isinstance(value, (list, tuple)) and all(isinstance(each, (int, str)) for each in value):
+            items.append((name, tuple(value)))
+        else:
+            return None
+    return tuple(items)
