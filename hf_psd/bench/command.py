@@ -91,11 +91,14 @@ def run(parsed: argparse.Namespace) -> None:
         return
     _refuse_missing(settings.devices)
     results = Results(parsed.json, settings)
-    if parsed.resume:
-        results.resume()
-    limit = parsed.time_limit or (QUICK_SECONDS if parsed.quick else None)
     results.commit = parsed.commit
-    Session(results, points, limit, bar=not parsed.no_bar, plans=parsed.plans).run()
+    limit = parsed.time_limit or (QUICK_SECONDS if parsed.quick else None)
+    try:
+        if parsed.resume:
+            results.resume()
+        Session(results, points, limit, bar=not parsed.no_bar, plans=parsed.plans).run()
+    except ValueError as error:
+        raise SystemExit(f"hf-psd bench: {error}") from None
     results.save()
     parsed.json.with_suffix(".md").write_text(markdown(results))
     print(f"Wrote {parsed.json} and {parsed.json.with_suffix('.md')}.")

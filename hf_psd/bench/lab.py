@@ -35,15 +35,13 @@ class Lab:
     @property
     def target(self) -> PreTrainedModel:
         """The target, in eval mode on its device, with end tokens ignored."""
-        if self._target is None:
-            self._build()
+        self.build()
         assert self._target is not None
         return self._target
 
     def drafter(self, index: int = 0) -> PreTrainedModel:
         """A drafter of the settings, wherever it is at the moment."""
-        if self._target is None:
-            self._build()
+        self.build()
         return self._drafters[index]
 
     @property
@@ -76,7 +74,10 @@ class Lab:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return encode_prompts(read_prompts(settings.prompts), tokenizer, self.most, settings.prompt, vocab)
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """Makes the models if they are not there."""
+        if self._target is not None:
+            return
         settings = self.settings
         indices = sorted({0, len(settings.drafters) - 1}) if self.need_big else [0]
         names = [settings.drafters[index] for index in indices]

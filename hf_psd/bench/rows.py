@@ -148,6 +148,24 @@ class Results:
             row = Row(**{name: value for name, value in raw.items() if name in known})
             self.rows[row.name] = row
 
+    def note_environment(self, found: dict[str, Any]) -> None:
+        """Keeps the environment of the run; that of one that resumes it is kept beside it where it differs.
+
+        Raises:
+            ValueError: the stored rows are from other devices.
+        """
+        found = found | {"commit": found["commit"] or self.commit}
+        stored = {name: value for name, value in self.environment.items() if name != "resumed"}
+        if not stored:
+            self.environment = found
+        elif stored["devices"] != found["devices"]:
+            raise ValueError(
+                f"{self.path} was measured on {', '.join(stored['devices'])}, this is "
+                f"{', '.join(found['devices'])}; name another file."
+            )
+        elif stored != found:
+            self.environment.setdefault("resumed", []).append(found)
+
     def done(self, point: Point) -> bool:
         """Whether the point needs no measuring: it has a figure, or memory was too small for it."""
         row = self.rows.get(point.name)

@@ -61,9 +61,7 @@ class Session:
 
     def run(self) -> None:
         """Measures until all points are done or the time is up; an interrupt ends it too, with every row kept."""
-        if not self.results.environment:
-            found = environment(self.settings.devices)
-            self.results.environment = found | {"commit": found["commit"] or self.results.commit}
+        self.results.note_environment(environment(self.settings.devices))
         progress = tqdm(self.points, disable=not self.bar, unit="point")
         try:
             for point in progress:
@@ -84,9 +82,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the replicas and frees the models."""
-        if self.replicas is not None:
-            self.replicas.close()
-            self.replicas = None
+        self._end_replicas()
         self.cap.lift()
         self.lab.close()
 
@@ -106,17 +102,18 @@ class Session:
             self.say(text)
 
     def _attempt(self, point: Point) -> Row:
-        """The row of a point; what goes wrong is noted in it and ends nothing else."""
+        """The row of a point; what goes wrong is noted in it and ends nothing else, but for models that cannot be
+        built."""
         row = row_for(point, self.settings)
         if point.method in RIVALS and installed() is None:
             row.error = "flashspec is not installed"
             return row
+        if point.layout != REPLICAS:
+            self._end_replicas()
+            self.lab.build()
         try:
             if point.layout == REPLICAS:
                 return self._pool().measure(row, self._settings(point))
-            if self.replicas is not None:
-                self.replicas.close()
-                self.replicas = None
             self._measure(point, row)
         except Exception as error:
             row.error = out_of_memory(error) or f"{type(error).__name__}: {error}"[:600]
@@ -167,6 +164,11 @@ class Session:
     def _note_plan(self, point: Point, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         plan = explain_plan(target, drafter, self.lab.prompts(point.batch), self._settings(point))
         self.results.facts.setdefault("plans", {})[point.name] = plan
+
+    def _end_replicas(self) -> None:
+        if self.replicas is not None:
+            self.replicas.close()
+            self.replicas = None
 
     def _pool(self) -> ReplicaPool:
         if self.replicas is None:

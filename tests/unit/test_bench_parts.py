@@ -280,6 +280,18 @@ class TestResults:
         with pytest.raises(ValueError, match="another gamma, prompt"):
             Results(tmp_path / "r.json", replace(TINY, gamma=3, prompt=5)).resume()
 
+    def test_rows_of_two_machines_are_not_mixed(self, tmp_path):
+        results = Results(tmp_path / "r.json", TINY)
+        results.commit = "abc"
+        here = {"devices": ["H200"], "commit": None}
+        results.note_environment(here)
+        results.note_environment(here)
+        assert results.environment == {"devices": ["H200"], "commit": "abc"}
+        results.note_environment({"devices": ["H200"], "commit": "def"})
+        assert results.environment["resumed"] == [{"devices": ["H200"], "commit": "def"}]
+        with pytest.raises(ValueError, match="measured on H200, this is T4"):
+            results.note_environment({"devices": ["T4"], "commit": "abc"})
+
     def test_failures_are_tried_again_but_not_lack_of_memory(self, tmp_path):
         results = Results(tmp_path / "r.json", TINY)
         good, bad, small = (Point("one", method, 8) for method in ("ar", "sd", "psd"))

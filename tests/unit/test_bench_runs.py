@@ -16,9 +16,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_psd.bench import command, costs, session
 from hf_psd.bench.capped import CapExperiment
-from hf_psd.bench.decoders import make_decoder
+from hf_psd.bench.decoders import Counts, make_decoder
 from hf_psd.bench.flashspec import installed
 from hf_psd.bench.lab import Lab
+from hf_psd.bench.measure import Measurement, fill_costs
 from hf_psd.bench.points import Point
 from hf_psd.bench.profiles import PROFILES
 from hf_psd.bench.replicas import ReplicaPool, merge, serve
@@ -255,6 +256,19 @@ class TestCosts:
 
     def test_bandwidth_is_a_rate(self):
         assert 1e8 < costs.copy_bandwidth("cpu", gib=0.01) < 1e13
+
+    def test_memory_is_what_exceeds_weights_leftovers_and_kv(self, lab):
+        gib, found = 2.0**30, Measurement()
+        found.ids, found.counts = torch.zeros(2, 8, dtype=torch.long), Counts(8, 1.0)
+        weights = sum(costs.weight_bytes(model) for model in lab.models)
+        found.before, found.peaks = {"cuda:0": weights + 5000}, {"cuda:0": weights + 5000 + int(gib)}
+        row = row_for(Point("one", "ar", 2), SMALL)
+        fill_costs(row, found, lab.target, lab.drafter(), lab.models, 6.0, None)
+        assert row.kv_gib == 2 * (6 + 8) * costs.kv_bytes_per_token(lab.target) / gib
+        assert row.over_gib == pytest.approx(1 - row.kv_gib, abs=1e-6)
+        found.counts = Counts(8, 1.0, draft_forwards=3)
+        fill_costs(row, found, lab.target, lab.drafter(), lab.models, 6.0, None)
+        assert row.over_gib < 1 - 28 * costs.kv_bytes_per_token(lab.target) / gib
 
     def test_no_cuda_no_memory_figures(self):
         assert costs.peaks(("cpu", "cpu")) == costs.allocated(("cpu",)) == {}
