@@ -96,6 +96,8 @@ def run(parsed: argparse.Namespace) -> None:
     try:
         if parsed.resume:
             results.resume()
+        elif (old := results.set_aside()) is not None:
+            print(f"The results that were in {parsed.json} are in {old} now.")
         Session(results, points, limit, bar=not parsed.no_bar, plans=parsed.plans).run()
     except ValueError as error:
         raise SystemExit(f"hf-psd bench: {error}") from None

@@ -19,7 +19,10 @@ class Prompts(NamedTuple):
     mask: torch.Tensor
 
     def rows(self, first: int, last: int) -> Prompts:
-        return Prompts(self.ids[first:last], self.mask[first:last])
+        """Some of the rows, without the columns that are padding in all of them."""
+        mask = self.mask[first:last]
+        start = int(mask.any(0).int().argmax())
+        return Prompts(self.ids[first:last, start:], mask[:, start:])
 
 
 def random_prompts(count: int, length: int, vocab: int) -> Prompts:

@@ -148,6 +148,14 @@ class Results:
             row = Row(**{name: value for name, value in raw.items() if name in known})
             self.rows[row.name] = row
 
+    def set_aside(self) -> Path | None:
+        """Renames a file of that name, so that a new run does not overwrite it; the new name, None if there is none."""
+        if not self.path.exists():
+            return None
+        old = self.path.with_name(self.path.name + ".old")
+        os.replace(self.path, old)
+        return old
+
     def note_environment(self, found: dict[str, Any]) -> None:
         """Keeps the environment of the run; that of one that resumes it is kept beside it where it differs.
 

@@ -103,7 +103,7 @@ class Session:
 
     def _attempt(self, point: Point) -> Row:
         """The row of a point; what goes wrong is noted in it and ends nothing else, but for models that cannot be
-        built."""
+        built and prompts that cannot be read."""
         row = row_for(point, self.settings)
         if point.method in RIVALS and installed() is None:
             row.error = "flashspec is not installed"
@@ -111,6 +111,7 @@ class Session:
         if point.layout != REPLICAS:
             self._end_replicas()
             self.lab.build()
+            self.lab.prompts(1)
         try:
             if point.layout == REPLICAS:
                 return self._pool().measure(row, self._settings(point))

@@ -65,6 +65,7 @@ class TestPrompts:
         found = encode_prompts(["abc", "a"], letters, count=3, length=2, vocab=128)
         assert found.ids.tolist() == [[98, 99], [0, 97], [98, 99]]
         assert found.mask.tolist() == [[1, 1], [0, 1], [1, 1]]
+        assert found.rows(1, 2).ids.tolist() == [[97]] and found.rows(0, 2).ids.shape == (2, 2)
 
     def test_a_foreign_tokenizer_is_refused(self):
         with pytest.raises(ValueError, match="id 99, the target's vocabulary ends at 97"):
@@ -300,6 +301,13 @@ class TestResults:
         results.add(row(method="psd", speed=None, error="out of memory: 3 GiB"))
         assert [results.done(point) for point in (good, bad, small)] == [True, False, True]
         assert not results.done(Point("one", "ar", 9))
+
+    def test_a_new_run_keeps_the_old_file(self, tmp_path):
+        results = Results(tmp_path / "r.json", TINY)
+        assert results.set_aside() is None
+        results.save()
+        content = results.path.read_text()
+        assert results.set_aside().read_text() == content and not results.path.exists()
 
     def test_digests_tell_rows_apart(self):
         one, two, three = digest_rows(torch.tensor([[1, 2], [1, 2], [1, 3]]))

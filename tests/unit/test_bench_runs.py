@@ -149,6 +149,8 @@ class TestOneDevice:
     def test_prompts_from_a_file_need_a_tokenizer(self, tmp_path, lab):
         with pytest.raises(ValueError, match="--tokenizer"):
             Lab(replace(SMALL, prompts="x.txt"), 1).prompts(1)
+        with pytest.raises(SystemExit, match="--tokenizer"):
+            bench(tmp_path / "r.json", "--prompts", "x.txt")
 
     def test_assisted_decoding_leaves_the_drafter_as_it_was(self, lab):
         before = dict(vars(lab.drafter().generation_config))
