@@ -149,7 +149,7 @@ class Results:
             self.rows[row.name] = row
 
     def set_aside(self) -> Path | None:
-        """Renames a file of that name, so that a new run does not overwrite it; the new name, None if there is none."""
+        """Renames an older file of that name, so that this run does not overwrite it; its new name, if there is one."""
         if not self.path.exists():
             return None
         old = self.path.with_name(self.path.name + ".old")
