@@ -149,7 +149,7 @@ class Results:
             self.rows[row.name] = row
 
     def set_aside(self) -> Path | None:
-        """Renames an older file of that name, so that this run does not overwrite it; its new name, if there is one."""
+        """Renames an older file of that name, which this run would overwrite; its new name, None without one."""
         if not self.path.exists():
             return None
         old = self.path.with_name(self.path.name + ".old")
