@@ -34,6 +34,8 @@ _FORGET = 0.95
 """Weight of a request's earlier rounds at each new one."""
 _CHEAP = 1.3
 """Speculation whose rounds take less than this many times a plain one's is tried at the start of every call."""
+_CLEAR = 1.15
+"""Losing by this factor counts twice."""
 _MOST_SKIPPED = 4
 """Else it is tried in every call until it loses, then every 2nd, 4th ... up to 2 to the power of this."""
 _LATE = 64
@@ -122,7 +124,10 @@ class Pacer(StepHook):
         self._last: float | None = None
         self._running: list[Request] = []
         self._own: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._on_trial = False
+        self._on_trial: str | None = None
+        for mode in modes:
+            if mode != "ar":
+                profile.idle[mode] = 0  # a call's start has a rule of its own
         weight = _PRIOR / max(profile.rounds, _PRIOR)
         profile.tokens, profile.rounds = profile.tokens * weight, profile.rounds * weight
 
@@ -174,11 +179,12 @@ class Pacer(StepHook):
         costs = {mode: self._makespan(mode) for mode in modes if mode not in unknown}
         best = choose(costs, self.mode)
         if self.mode is None and best == "ar" and (trial := self._trial(costs)):
-            self._on_trial = True
+            self._on_trial = trial
             return trial, "tried with these prompts", _PROBE
-        if self._on_trial:
-            self._on_trial = False
-            profile.losses = min(profile.losses + 1, _MOST_SKIPPED) if best == "ar" else 0
+        if self._on_trial in costs:
+            clear = costs[self._on_trial] > costs["ar"] * _CLEAR
+            self._on_trial = None
+            profile.losses = min(profile.losses + 1 + clear, _MOST_SKIPPED) if best == "ar" else 0
         for mode, cost in costs.items():
             if mode == best or cost > costs[best] * _HOPELESS:
                 continue
@@ -193,7 +199,7 @@ class Pacer(StepHook):
     def _trial(self, costs: Mapping[str, float]) -> str | None:
         """The speculating mode to begin with although plain decoding did better so far; None for none."""
         rows, profile = len(self._running), self.profile
-        mode = next((mode for mode in self.modes if mode != "ar" and mode in costs), None)
+        mode = min((mode for mode in costs if mode != "ar"), key=lambda mode: costs[mode], default=None)
         if mode is None:
             return None
         plain, other = profile.cost("ar", rows), profile.cost(mode, rows)

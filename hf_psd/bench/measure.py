@@ -25,6 +25,7 @@ class Measurement:
     def __init__(self) -> None:
         self.first = 0.0
         self.walls: list[tuple[float, float]] = []
+        self.modes: list[dict[str, int]] = []
         self.observed = 0.0
         self.clock: TokenClock | None = None
         self.counts: Counts | None = None
@@ -65,6 +66,8 @@ def run_calls(
     for _ in range(repeat):
         together()
         found.walls.append(_timed(decoder, devices))
+        if method == "auto":
+            found.modes.append(decoder.counts().forwards_by_mode or {})
         if enough():
             break
     found.peaks = costs.peaks(devices)
@@ -92,6 +95,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.makespan_per_request_ms = 1e3 * typical / row.batch
     row.digests = digest_rows(found.ids)
     row.mode, row.balance, row.forwards_by_mode = counts.mode, counts.balance, counts.forwards_by_mode
+    row.timed_modes = found.modes or None
     row.target_forwards, row.draft_forwards = counts.forwards, counts.draft_forwards
     row.ms_per_forward = 1e3 * typical / counts.forwards
     row.tokens_per_forward = counts.tokens_per_forward

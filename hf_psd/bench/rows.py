@@ -53,6 +53,7 @@ class Row:
     makespan_per_request_ms: float | None = None
     mode: str | None = None
     forwards_by_mode: dict[str, int] | None = None
+    timed_modes: list[dict[str, int]] | None = None
     target_forwards: int | None = None
     draft_forwards: int | None = None
     ms_per_forward: float | None = None
