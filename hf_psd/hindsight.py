@@ -13,15 +13,13 @@ from .selection import Feedback
 
 @dataclass
 class Pool:
-    """Reviews that wait for the others: arms pulled meanwhile, gain and tokens per drafter, and the most tokens that
-    the pulls can have committed."""
+    """Reviews that wait for the others: arms pulled meanwhile, gain and tokens per drafter."""
 
     pulled: list[int] = field(default_factory=list)
     gain: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    could_commit: int = 0
-    wait: int = 0
-    interval: int = 0
+    turns: int = 0
+    interval: int = 1
 
     def add(self, drafter: int, gain: float, tokens: int) -> None:
         self.gain[drafter] += gain
@@ -32,32 +30,30 @@ class Hindsight:
     """Tells a bandit, round by round, what every arm would have yielded, as soon as all have reviewed the same tokens.
 
     A drafter that drafts reviews the newest tokens as it goes; one that does not has to catch up, which costs a
-    forward. That is due at the first turn, when they read the prompt, after 1, 2, 4, ... more turns and then every
-    `review_every` turns. So a bandit learns of its rounds in bunches, and each round of a bunch gets the shares of the
-    whole; what was reviewed of the prompt counts as further rounds. Drafters that cannot review are known by their own
-    rounds alone.
+    forward. That is due after 1, 2, 4, ... turns and then every `review_every` turns. So a bandit learns of its rounds
+    in bunches, and each round of a bunch gets the shares of the whole. Drafters that cannot review are known by their
+    own rounds alone.
 
     Args:
         bandit: what learns; its arms are drafters.
         review_every: the longest wait in turns; 0 asks for no forward.
-        gamma: the most drafts of a row and round.
 
     Attributes:
         able: drafters that can review.
     """
 
-    def __init__(self, bandit: BaseSelector[Any], review_every: int, gamma: int):
-        self.bandit, self.review_every, self.gamma = bandit, review_every, gamma
+    def __init__(self, bandit: BaseSelector[Any], review_every: int):
+        self.bandit, self.review_every = bandit, review_every
         self.able: set[int] = set()
         self._pools: dict[tuple[Hashable, int], Pool] = {}
 
     def due(self, context: Hashable, group: int) -> bool:
         """Whether all drafters shall review now; called once per turn, context and group."""
         pool = self._pool(context, group)
-        pool.wait -= 1
-        if self.review_every == 0 or pool.wait > 0:
+        pool.turns += 1
+        if self.review_every == 0 or pool.turns <= pool.interval:
             return False
-        pool.wait = pool.interval = min(max(1, 2 * pool.interval), self.review_every)
+        pool.turns, pool.interval = 1, min(2 * pool.interval, self.review_every)
         return True
 
     def land(self, arm: int, context: Hashable, rows: Sequence[Feedback]) -> None:
@@ -65,7 +61,6 @@ class Hindsight:
         group = rows[0].request.group
         pool = self._pool(context, group)
         pool.pulled.append(arm)
-        pool.could_commit += len(rows) * (self.gamma + 1)
         for row in rows:
             for drafter, (gain, tokens) in (row.reviews or {}).items():
                 pool.add(drafter, gain, tokens)
@@ -84,13 +79,8 @@ class Hindsight:
     def _tell(self, pool: Pool, context: Hashable) -> None:
         tokens = [pool.tokens[arm] for arm in range(self.bandit.n_arms)]
         shares = [pool.gain[arm] / count if count else None for arm, count in enumerate(tokens)]
-        rounds: list[int | None] = [*pool.pulled]
-        if max(tokens) > pool.could_commit > 0:  # the prompt: drafters that did not review it cannot be compared
-            shares = [share if count > pool.could_commit else None for share, count in zip(shares, tokens)]
-            rounds += [None] * (round(max(tokens) / pool.could_commit * len(rounds)) - len(rounds))
-        for arm in rounds:
-            self.bandit.update_all(shares, max(tokens) / len(rounds), context, arm)
-        pool.could_commit = 0
+        for arm in pool.pulled:
+            self.bandit.update_all(shares, max(tokens) / len(pool.pulled), context, arm)
         pool.pulled.clear()
         pool.gain.clear()
         pool.tokens.clear()

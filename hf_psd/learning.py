@@ -43,8 +43,7 @@ class BanditSelector:
         self.full_information = self.bandit.full_information and config.reward == "acceptance"
         self.due: dict[int, list[bool]] | None = None
         self.pull_stats: dict[str, Any] | None = None
-        every = getattr(self.bandit, "review_every", REVIEW_EVERY)
-        self._hindsight = Hindsight(self.bandit, every, config.most_drafts)
+        self._hindsight = Hindsight(self.bandit, getattr(self.bandit, "review_every", REVIEW_EVERY))
         self._retired: list[int] = []
         self._flying = PullsInFlight()
 

@@ -33,8 +33,7 @@ Reviewed = dict[int, tuple[float, int]]
 
 
 class ReviewBoard:
-    """Sums up reviews until the host reads them with the requests' next verification. It serves one call, whose
-    requests keep their slots.
+    """Sums up reviews until the host reads them with the requests' next verification.
 
     Args:
         limits: sizes of the call.
@@ -53,7 +52,12 @@ class ReviewBoard:
         self.log_prob = torch.zeros(limits.slots, limits.capacity, device=device) if keep_log_prob else None
 
     def note(self, view: View, judgement: Judgement) -> None:
-        """Keeps the log-probabilities of what was emitted after the texts in `view`."""
+        """Keeps the log-probabilities of what was emitted after the texts in `view`; call it before drafters review.
+
+        In its first round a request had no tokens to review: what is found there was left by the slot's last owner.
+        """
+        begun = (view.round > 0).long()[:, None, None]
+        self._sums.index_copy_(0, view.rows.slots, self._sums.index_select(0, view.rows.slots) * begun)
         if self.log_prob is None:
             return
         scores = judgement.scores.float()

@@ -15,15 +15,10 @@ from ..verify.sampler import Sampler
 
 _LONGEST = 64
 """A review looks at no more than so many of the newest tokens."""
-PROMPT_ROUNDS = 3
-"""The first review looks at as much of the prompt's end as so many full rounds would commit."""
 
 
 class Reviewer:
     """Keeps how far each request has been reviewed by one drafter, on the device and, as a bound, on the host.
-
-    The end of the prompt is reviewed as if the target had written it, so that something is known of a request early.
-    There p(y) is taken to be 1, so that a review gives q(y).
 
     Args:
         limits: sizes of the call.
@@ -45,7 +40,7 @@ class Reviewer:
     def begin(self, view: View, requests: Sequence[Request], log_prob: torch.Tensor | None) -> None:
         """Starts a turn; `log_prob` [R, W] belongs to the tokens of `view` (None where the law needs none)."""
         slots, device = view.rows.slots, view.length.device
-        start = [-1 if request.index in self._surely else self._start(request) for request in requests]
+        start = [-1 if request.index in self._surely else request.length - len(request.tokens) for request in requests]
         fresh = upload(start, device)
         self._reviewed.index_copy_(0, slots, torch.where(fresh >= 0, fresh, self._reviewed.index_select(0, slots)))
         self._row.index_copy_(0, slots, torch.arange(len(requests), device=device))
@@ -53,15 +48,12 @@ class Reviewer:
         self._tokens.index_fill_(0, slots, 0)
         self._log_prob = log_prob
         for request in requests:
-            self._surely.setdefault(request.index, self._start(request))
+            self._surely.setdefault(request.index, request.length - len(request.tokens))
 
     def unscored(self, request: Request, drafted_last: bool) -> int:
         """Upper bound of the request's tokens to review; what drafted last has reviewed all before that draft."""
         bound = min(request.most - self._surely.get(request.index, request.most), _LONGEST)
         return min(bound, self.limits.gamma + 1) if drafted_last else bound
-
-    def _start(self, request: Request) -> int:
-        return max(1, request.length - len(request.tokens) - PROMPT_ROUNDS * (self.limits.gamma + 1))
 
     def done(self, requests: Sequence[Request]) -> None:
         """All that is committed has been reviewed."""
