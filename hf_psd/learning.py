@@ -137,8 +137,10 @@ class BanditSelector:
         return (_REQUEST, request.index, *shared) if self.config.per_request else shared
 
     def _cancel(self, pulls: Sequence[Pull]) -> None:
+        known = set(self.bandit.contexts) if pulls else set()
         for pull in pulls:
-            self.bandit.cancel(pull.arm, pull.context)
+            if pull.context in known:  # else it was forgotten with its request
+                self.bandit.cancel(pull.arm, pull.context)
 
     def _retire_all_but(self, alive: set[int]) -> None:
         for number in self.bandit.active_arms:

@@ -176,6 +176,7 @@ class Roster:
             lane.finish()
         for drafter, counts in zip(self.drafters, self.stats.by_drafter):
             counts.forwards, counts.review_forwards = drafter.forwards, drafter.review_forwards
+            counts.catch_up_forwards = drafter.catch_up_forwards
             self.stats.draft_forwards += drafter.forwards
         for key, drafter in enumerate(self.drafters):
             with self._retiring(key):

@@ -14,13 +14,15 @@ from .hooks import StepContext, StepHook
 @dataclass
 class DrafterStats:
     """Counts of one drafter: `rounds` in which a row used its drafts, `drafted` and `accepted` tokens, `forwards`, and
-    those of them that only told a selector what the drafter thinks of committed tokens (`review_forwards`)."""
+    those of them in which it caught up on what it had missed (`catch_up_forwards`, the price of switching to it) or
+    only told a selector what it thinks of committed tokens (`review_forwards`)."""
 
     name: str
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     forwards: int = 0
+    catch_up_forwards: int = 0
     review_forwards: int = 0
     seconds: float = 0.0
 

@@ -145,6 +145,7 @@ class Drafter:
         capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and
             `commit` and `announce` touch nothing but buffers kept in `Session.space`.
         forwards: model forwards of this call so far.
+        catch_up_forwards: those of them that read what the drafter had missed, prompts included, before it drafted.
         review_forwards: those of them that reviewed rows which others drafted for.
     """
 
@@ -156,6 +157,7 @@ class Drafter:
     reviews = False
     capturable = False
     forwards = 0
+    catch_up_forwards = 0
     review_forwards = 0
 
     @property

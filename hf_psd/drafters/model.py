@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
 
     def start(self, session: Session) -> None:
         self._session = session
-        self.forwards = self.review_forwards = 0
+        self.forwards = self.catch_up_forwards = self.review_forwards = 0
         self._sampler = session.sampler.on(self.device)
         assert self.model is not None
         self._runner = session.space.runner_for(self.model, self.key)
@@ -164,6 +164,7 @@ class ModelDrafter(Drafter):
         usual = self._session.limits.gamma + (1 if self._reviewer is None else 2)
         late = [row for row, lag in enumerate(lags) if lag > usual]
         if late:
+            self.catch_up_forwards += 1
             self._feed_all_but_the_last(view_of(late), [requests[row] for row in late], max(lags[row] for row in late))
             lags = [1 if lag > usual else lag for lag in lags]
         for request in requests:

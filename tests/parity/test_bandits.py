@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from zoo import GREEDY, P4, assert_plain, shared
 
 import hf_psd
 
-G24 = P4() | GREEDY | dict(max_new_tokens=24)
+G20 = P4() | GREEDY | dict(max_new_tokens=20)
 FORMS = {
     "per group": dict(),
     "per request": dict(per_request=True),
@@ -18,12 +16,14 @@ FORMS = {
     "gamma auto per request": dict(reward="goodput", gamma="auto", per_request=True),
 }
 
+RUNS = [*zip(FORMS, ("psd", "sd", "sd", "psd", "sd")), ("per request", "psd"), ("gamma auto", "auto")]
+
 
 @pytest.mark.parametrize("name", hf_psd.bandit.names())
 def test_every_selector(name):
     models = ["prompt_lookup", shared("llama", noise=0.03), shared("llama", 11)]
-    for form, mode in itertools.product(FORMS, ("sd", "psd", "auto")):
-        assert_plain(shared("llama"), models, dict(selector=name, mode=mode, **FORMS[form]), **G24)
+    for form, mode in RUNS:
+        assert_plain(shared("llama"), models, dict(selector=name, mode=mode, **FORMS[form]), **G20)
         stats = hf_psd.last_stats()
         assert not stats.errors and sum(stats.selector["in_flight"]) == 0
         if mode == "auto":
@@ -36,7 +36,7 @@ def test_every_selector(name):
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
 def test_gamma_auto_without_a_bandit(verification):
     psd = dict(gamma="auto", mode="sd", verification=verification)
-    assert_plain(shared("llama"), ["prompt_lookup", shared("llama")], psd, **G24)
+    assert_plain(shared("llama"), ["prompt_lookup", shared("llama")], psd, **G20)
     assert max(depth for depth, tried in enumerate(hf_psd.last_stats().drafted_at, 1) if tried) == 8
 
 

@@ -70,6 +70,19 @@ def test_a_verification_without_a_plan_is_nobodys():
     assert chooser.bandit.stats()["means"][arm] == 1.0
 
 
+@pytest.mark.parametrize("settings", [{}, dict(per_request=True)])
+def test_requests_that_leave_take_their_pulls_along(settings):
+    rows, chooser = requests(3), selector(**settings)
+    chooser.plan(rows, ARMS, 4)
+    chooser.launched(rows[:2])
+    for row in rows:
+        chooser.forget(row.index)
+    chooser.plan([Request(9, 0, 0, 10, 100)], ARMS, 4)
+    assert sum(chooser.bandit.stats()["in_flight"]) == 1
+    chooser.end()
+    assert sum(chooser.bandit.stats()["pulls"]) == 0
+
+
 def test_rows_without_room_are_no_part_of_a_pull():
     rows, chooser = requests(2, limit=11), selector()
     assert chooser.plan(rows, ARMS, 4) == [] and sum(chooser.bandit.stats()["pulls"]) == 0
