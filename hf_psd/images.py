@@ -29,6 +29,13 @@ def media_inputs(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str,
     return {name: value for name, value in arguments.items() if name in names and value is not None}
 
 
+def media_names(model: PreTrainedModel, arguments: dict[str, Any]) -> list[str]:
+    """Names of the media inputs that hold something, in order."""
+    return sorted(
+        name for name, value in media_inputs(model, arguments).items() if not isinstance(value, dict) or value
+    )
+
+
 def refuse_media(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     """Raises a `ValueError` where positions after an image are not those of the text."""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
@@ -59,13 +66,13 @@ def read_media(
     Raises:
         ValueError: there are media beside a cache that already holds a part of the prompt.
     """
-    media = {name for name, value in media_inputs(model, arguments).items() if not isinstance(value, dict) or value}
+    media = media_names(model, arguments)
     columns = prompts.shape[1] - 1
     if not media or columns == 0:
         return None
     if known:
         raise ValueError(
-            f"psd: {', '.join(sorted(media))} beside a cache of an earlier turn cannot be read; leave the cache out."
+            f"psd: {', '.join(media)} beside a cache of an earlier turn cannot be read; leave the cache out."
         )
     cache = DynamicCache(config=model.config.get_text_config(decoder=True)) if cache is None else cache
     inputs = {name: value for name, value in arguments.items() if value is not None and name not in CACHE_NAMES}
