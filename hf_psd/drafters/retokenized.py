@@ -56,7 +56,6 @@ class RetokenizedDrafter(ModelDrafter):
     kind = "retokenized"
     capturable = False
     reviews = False
-    reviews = False
 
     def __init__(self, model: PreTrainedModel, key: int, tokenizer: Any, own_tokenizer: Any):
         super().__init__(model, key)
