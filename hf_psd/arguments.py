@@ -32,6 +32,7 @@ _REFUSED = {
     "adapter_names": "per-row adapters assume that the whole batch runs at once; use one adapter for all rows.",
     "synced_gpus": "ranks would run different numbers of steps; use plain generate.",
     "negative_prompt_ids": "guidance keeps a cache of its own that cannot be rolled back; use plain generate.",
+    "token_healing": "it rewrites the prompts before they are decoded; use plain generate.",
     "assistant_early_exit": "pass drafters as assistant_models=[...] only.",
 }
 _KNOWN_INPUTS = {
