@@ -37,3 +37,4 @@ def poisoned_memory() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-parity", action="store_true", help="write docs/parity.md from tests/parity/features.py")
+    parser.addoption("--write-families", action="store_true", help="write docs/families.md (slow)")
