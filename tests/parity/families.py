@@ -18,10 +18,13 @@ from hf_psd.shrink import shrink_all
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _MOST_PARAMETERS = 20_000_000
 _OTHER_SIZES = dict(
-    d_model=64, decoder_layers=2, encoder_layers=1, decoder_ffn_dim=64, encoder_ffn_dim=64, decoder_attention_heads=4,
+    d_model=64, decoder_layers=2, encoder_layers=2, decoder_ffn_dim=64, encoder_ffn_dim=64, decoder_attention_heads=4,
     encoder_attention_heads=4,
 )  # fmt: skip
 _ASK = P4() | GREEDY | dict(max_new_tokens=16)
+_WHERE_UNSET = dict(
+    head_dim=16, num_experts_per_tok=2, n_routed_experts=4, n_group=1, topk_group=1, moe_topk=2, n_shared_experts=1
+)
 
 
 @dataclass
@@ -92,9 +95,12 @@ def _smallest(family: str):
     for name, size in _OTHER_SIZES.items():
         if name in config.to_dict():
             setattr(config, name, size)
+    text = config.get_text_config(decoder=True)
+    for name, size in _WHERE_UNSET.items():
+        if name in text.to_dict() and text.to_dict()[name] is None:
+            setattr(text, name, size)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    text = config.get_text_config(decoder=True)
     text.max_position_embeddings = 128
     with torch.device("meta"):
         size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
