@@ -7,6 +7,7 @@ from .explain import Explanation, explain
 from .hooks import StepContext, StepHook, StepHookList
 from .placement import Placement, place
 from .queue import ContinuousBatchingManager, generate_batch
+from .row_streaming import RowStreamer, RowTextStreamer
 from .stats import PSDStats
 from .timeline import Timeline
 from .workspace import release
@@ -20,6 +21,8 @@ __all__ = [
     "PSDGenerationMixin",
     "PSDStats",
     "Placement",
+    "RowStreamer",
+    "RowTextStreamer",
     "StepContext",
     "StepHook",
     "StepHookList",

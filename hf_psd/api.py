@@ -15,6 +15,7 @@ from .arguments import (
     left_padding,
     refuse_arguments,
     refuse_generation_config,
+    refuse_inputs,
     resolve_drafters,
     resolve_target,
     take_stop_strings,
@@ -25,9 +26,11 @@ from .drafters.model import ModelDrafter
 from .engine import Call, Engine
 from .fused import fused, models_to_fuse
 from .hooks import StepHook, StepHookList
+from .images import read_media
 from .learning import make_selector
 from .ledger import Ledger, StopRules
 from .outputs import shape_output
+from .row_streaming import RowStreamer, RowStreamHook
 from .runner import inference_state, input_device, one_call_at_a_time
 from .selection import SelectionHook
 from .stats import PSDStats, StatsHook
@@ -126,7 +129,8 @@ def _decode(
 ) -> Any:
     """The decoding method that transformers calls once it has prepared inputs, processors and criteria."""
     assert psd_ask is not None
-    refuse_generation_config(generation_config, model_kwargs)
+    refuse_generation_config(generation_config)
+    refuse_inputs(model, model_kwargs)
     config, device = psd_ask.config, input_device(model)
     prompts = input_ids.to(device)
     padding = left_padding(model, prompts, model_kwargs.get("attention_mask"))
@@ -135,16 +139,16 @@ def _decode(
     pad = generation_config._pad_token_tensor
     rules = StopRules.sort(stopping_criteria)
     rules.max_columns = max(rules.max_columns, prompts.shape[1] + 1)  # plain `generate` emits a token before it asks
-    ledger = Ledger(
-        prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=psd_ask.streamer is not None
-    )
+    by_row = psd_ask.streamer is not None and isinstance(psd_ask.streamer.streamer, RowStreamer)
+    by_column = psd_ask.streamer is not None and not by_row
+    ledger = Ledger(prompts.cpu(), rules, int(pad) if pad is not None else 0, device, track_columns=by_column)
     pipeline = ProcessorPipeline(logits_processor, device, batch_size=prompts.shape[0])
     seed = _seed(config, generation_config.do_sample)
     sampler = Sampler(pipeline, generation_config.do_sample, config.verification, seed)
     as_dict = generation_config.return_dict_in_generate
     cache = cache_of(model_kwargs)
-    if psd_ask.cache_given:
-        covered(cache, prompts)
+    known = covered(cache, prompts) if psd_ask.cache_given else 0
+    read = read_media(model, prompts, cache, known, model_kwargs)
     call = Call(
         model,
         psd_ask.drafters,
@@ -155,7 +159,7 @@ def _decode(
         ledger,
         request_ids,
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
-        cache=cache if psd_ask.cache_given else None,
+        cache=cache if psd_ask.cache_given else read,
     )
     remember(call.stats)
     selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
@@ -170,8 +174,10 @@ def _decode(
         hooks.append(StatsHook(call.stats))
         if engine.pacer is not None:
             hooks.append(engine.pacer)
-        if psd_ask.streamer is not None:
+        if by_column:
             hooks.append(StreamHook(psd_ask.streamer, ledger))
+        elif by_row:
+            hooks.append(RowStreamHook(psd_ask.streamer.streamer, ledger))
         hooks.extend(psd_ask.hooks)
         engine.run()
         if cache is not None and (as_dict or psd_ask.cache_given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
 from .drafters.retokenized import RetokenizedDrafter
 from .drafters.shared_vocabulary import SharedVocabularyDrafter
+from .images import media_inputs, refuse_media
 from .runner import input_embedding
 from .support import check_supported
 from .turns import cache_of, check_cache
@@ -30,11 +32,12 @@ _REFUSED = {
     "adapter_names": "per-row adapters assume that the whole batch runs at once; use one adapter for all rows.",
     "synced_gpus": "ranks would run different numbers of steps; use plain generate.",
     "negative_prompt_ids": "guidance keeps a cache of its own that cannot be rolled back; use plain generate.",
+    "token_healing": "it rewrites the prompts before they are decoded; use plain generate.",
     "assistant_early_exit": "pass drafters as assistant_models=[...] only.",
 }
-_KNOWN_MODEL_KWARGS = {
+_KNOWN_INPUTS = {
     "attention_mask", "position_ids", "cache", "past_key_values", "logits_to_keep", "use_cache", "cache_position",
-    "output_attentions", "output_hidden_states", "return_dict",
+    "output_attentions", "output_hidden_states", "return_dict", "input_ids",
 }  # fmt: skip
 
 
@@ -148,12 +151,26 @@ def refuse_arguments(target: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"psd: cache_implementation={implementation!r} cannot be combined with psd, which keeps its own cache."
         )
+    parameters = inspect.signature(target.forward).parameters
+    refuse_inputs(target, {name: value for name, value in kwargs.items() if name in parameters})
     if cache_of(kwargs) is not None:
         check_cache(cache_of(kwargs))
 
 
-def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuses settings of the merged generation config, and model inputs beyond text."""
+def refuse_inputs(target: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Refuses model inputs that are neither text nor media of the prompt."""
+    media = media_inputs(target, inputs)
+    extra = [name for name, value in inputs.items() if value is not None and name not in media.keys() | _KNOWN_INPUTS]
+    if extra:
+        raise ValueError(
+            f"psd: model input(s) {', '.join(extra)} cannot be used with psd, which gives {type(target).__name__} "
+            "text ids and their mask alone; use plain `generate`."
+        )
+    refuse_media(target, media)
+
+
+def refuse_generation_config(config: GenerationConfig) -> None:
+    """Refuses settings of the merged generation config."""
     refusals = {
         "num_beams": (config.num_beams or 1) > 1,
         "num_beam_groups": (getattr(config, "num_beam_groups", None) or 1) > 1,
@@ -169,11 +186,6 @@ def refuse_generation_config(config: GenerationConfig, model_kwargs: dict[str, A
     for name, refused in refusals.items():
         if refused:
             raise ValueError(f"psd: {name}={getattr(config, name)!r} cannot be combined with psd; use plain generate.")
-    extra = [name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_MODEL_KWARGS]
-    if extra:
-        raise ValueError(
-            f"psd: model input(s) {', '.join(extra)} are not supported with psd; only text ids and their mask."
-        )
 
 
 def left_padding(model: PreTrainedModel, prompts: torch.Tensor, mask: torch.Tensor | None) -> list[int]:

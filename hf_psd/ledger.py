@@ -106,6 +106,11 @@ class Ledger:
             if self.rules.by_column:
                 self._judge_column()
 
+    def final(self, row: int) -> int:
+        """How many tokens of a row nothing can cut any more: criteria on whole columns may still cut later ones."""
+        length = len(self.rows[row])
+        return min(length, self._clock) if self.rules.by_column else length
+
     @property
     def width(self) -> int:
         """Columns of the longest row."""

@@ -77,6 +77,8 @@ def _reason_from_config(model: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder model."
     if getattr(model, "_is_stateful", False):
         return "it keeps a recurrent state, which cannot be rolled back when drafts are rejected."
+    if model.config.model_type == "git":
+        return "plain `generate` lets its rows see their left padding, so that there is no text to be equal to."
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:
         return "its forward takes no position_ids, so rows cannot be at different positions."

@@ -33,3 +33,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-parity", action="store_true", help="write docs/parity.md from tests/parity/features.py")
+    parser.addoption("--write-families", action="store_true", help="write docs/families.md (slow)")

@@ -10,7 +10,7 @@ from psd_kernels import bad_rows
 from transformers import PreTrainedModel
 
 from ..phases import Request
-from ..runner import ModelRunner, upload
+from ..runner import ModelRunner, Rows, upload
 from ..state import View
 from .base import Proposal, Session, Task
 from .model import ModelDrafter
@@ -66,6 +66,9 @@ class RetokenizedDrafter(ModelDrafter):
         self._sampler = session.sampler.on(self.device)
         self._readers: dict[int, Reader] = {}
         self._runner = None
+
+    def feed(self, rows: Rows, ids: torch.Tensor, positions: torch.Tensor, bound: int) -> None:
+        """Nothing: these are the target's ids; the text is read when a draft is asked for."""
 
     def end(self) -> None:
         self._runner, self._readers = None, {}

@@ -11,8 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
-from ..arguments import left_padding, refuse_arguments, refuse_generation_config, take_stop_strings
+from ..arguments import left_padding, refuse_arguments, refuse_generation_config, refuse_inputs, take_stop_strings
 from ..graphs import signature
+from ..images import media_names
 from ..ledger import StopRules
 from ..runner import input_device
 from ..turns import cache_of
@@ -104,12 +105,15 @@ class SettingsDesk:
         refuse_arguments(self.model, arguments)
         if cache_of(arguments) is not None:
             raise ValueError("psd: a queue reads no cache of an earlier turn; add the whole text as the prompt.")
+        if media := media_names(self.model, arguments):
+            raise ValueError(f"psd: {', '.join(media)} cannot be queued, which reads text alone; use `generate`.")
         ids = torch.tensor([prompt], dtype=torch.long, device="cpu")
         self._check(ids)
         with _taking_stop_strings, take_stop_strings(self.model, arguments), torch.no_grad():
             self.plain(self.model, ids.to(input_device(self.model)), custom_generate=decode, **arguments)
         config: GenerationConfig = kept["config"]
-        refuse_generation_config(config, kept["inputs"])
+        refuse_generation_config(config)
+        refuse_inputs(self.model, kept["inputs"])
         self._refuse_sequences(config)
         rules = StopRules.sort(kept["criteria"])
         rules.max_columns = max(rules.max_columns, len(prompt) + 1)

@@ -31,6 +31,7 @@ SCRIPT = """
     for name in ("hf_psd", "psd_kernels", "triton", "liger_kernel", "bitsandbytes", "matplotlib", "scipy"):
         sys.modules[name] = None  # importing it fails
     import torch
+    from tokenizers_of_tests import characters
     from transformers import AutoModelForCausalLM
     from zoo import GREEDY, P4, Recorder, noisy, tiny
 
@@ -61,6 +62,9 @@ SCRIPT = """
     output = target.generate(ask.pop("input_ids"), **ask, **method, **returned, repetition_penalty=1.2)
     theirs = target.generate(**ask | dict(input_ids=P4()["input_ids"]), **returned, repetition_penalty=1.2)
     assert torch.equal(output.sequences, theirs.sequences) and output.psd.emitted == 56
+    stops = P4() | GREEDY | dict(max_new_tokens=30, eos_token_id=2, stop_strings=["zs", "U1"], tokenizer=characters(64))
+    other = dict(assistant_models=[tiny("llama", 3)], assistant_tokenizers=[characters(64, seed=1)])
+    assert torch.equal(target.generate(**stops, **method, **other), target.generate(**stops))
     draw = P4() | dict(do_sample=True, temperature=2.0, pad_token_id=0, max_new_tokens=9)
     torch.manual_seed(1)
     first = target.generate(**draw, **method, assistant_models=[drafter])

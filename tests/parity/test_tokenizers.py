@@ -45,8 +45,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name, mode", [*zip(PAIRS, MODES * 4), ("pieces", "psd")])
 def test_greedy_text_is_plain(name, mode):
     ours, theirs = (build() for build in PAIRS[name])
     drafter = renamed(shared("llama"), ours, theirs)
@@ -277,3 +276,21 @@ def test_a_tokenizer_that_fails_retires_its_drafter():
     with pytest.warns(UserWarning, match="retired"):
         output = shared("llama").generate(**P4(), **GREEDY, max_new_tokens=9, **given, psd=dict(selector=Fixed()))
     assert output.tolist() == shared("llama").generate(**P4(), **GREEDY, max_new_tokens=9).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["shuffled", "pieces for characters"])
+def test_in_a_queue(name, mode):
+    """Seats change hands: what a drafter has read of one request is not taken for another's."""
+    ours, theirs = (build() for build in PAIRS[name])
+    draw = random.Random(0)
+    rows = [[draw.randrange(3, 64) for _ in range(length)] for length in (90, 100, 3, 80, 95)]
+    results = hf_psd.generate_batch(
+        shared("llama"), rows, [renamed(shared("llama"), ours, theirs)], psd=dict(mode=mode, selector=Fixed()),
+        max_batch_size=2, max_new_tokens=12, tokenizer=ours, assistant_tokenizers=[theirs], **GREEDY,
+    )  # fmt: skip
+    for row, result in zip(rows, results.values()):
+        plain = shared("llama").generate(torch.tensor([row]), max_new_tokens=12, **GREEDY)[0, len(row) :]
+        assert result.generated_tokens == plain.tolist()
+    stats = hf_psd.last_stats()
+    assert not stats.errors and stats.drafted > 10 and (name != "shuffled" or stats.acceptance > 0.9)

@@ -15,7 +15,10 @@ import hf_psd
 from hf_psd.turns import cache_of
 
 MODES = ("ar", "sd", "psd")
-FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "deepseek_v3")
+WAYS = [
+    *(("llama", mode) for mode in MODES),
+    *((family, "psd") for family in ("gpt2", "mistral", "gemma2", "deepseek_v3")),
+]
 THREE = [28, 34, 14]
 TURN = GREEDY | dict(max_new_tokens=14, return_dict_in_generate=True)
 
@@ -39,9 +42,8 @@ def layers(cache):
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("eos", [None, THREE])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, mode", WAYS)
 def test_the_returned_cache_is_the_plain_one(family, eos, mode):
     target, models = shared(family), [shared(family, noise=0.03), "prompt_lookup"]
     arguments = P4() | TURN | dict(eos_token_id=eos, max_new_tokens=25)
@@ -60,8 +62,7 @@ def test_the_returned_cache_is_the_plain_one(family, eos, mode):
             torch.testing.assert_close(a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, mode", WAYS)
 def test_three_turns(family, mode):
     """Each cache is read by plain `generate` and by ours alike; every turn equals plain without any cache."""
     target, near = shared(family), shared(family, noise=0.03)
