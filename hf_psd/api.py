@@ -20,6 +20,7 @@ from .arguments import (
     resolve_target,
     take_stop_strings,
 )
+from .compiled import compiled
 from .config import PSDConfig
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
@@ -168,7 +169,8 @@ def _decode(
     fusing = models_to_fuse(models, config.fused_ops)
     call.fused = bool(fusing)
     attention = {each: choose_attention(each, config.attention) for each in models}
-    with torch.no_grad(), inference_state(attention), fused(fusing):
+    compiling = compiled(models if config.compile else [])
+    with torch.no_grad(), inference_state(attention), fused(fusing), compiling:
         engine = Engine(call, hooks := StepHookList())
         hooks.append(SelectionHook(selector, lambda: engine.roster.arms))
         hooks.append(StatsHook(call.stats))

@@ -18,10 +18,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compile": (True, False),
     "per_request": (True, False),
 }
-# Settings whose machinery is not built yet accept only the value that describes today's behaviour.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "compile": (False,),
-}
 
 AUTO_GAMMAS = (0, 1, 2, 4, 8)
 """Draft lengths that `gamma="auto"` chooses from."""
@@ -67,7 +63,8 @@ class PSDConfig:
             (`hf_psd.release`).
         fused_ops: Use liger-kernel's fused RMSNorm, rotary embedding and SwiGLU during the call, on CUDA, for the
             families they fit; `"auto"` where that package is installed.
-        compile: Use `torch.compile` on the step (not served yet).
+        compile: Run the models' MLPs and norms through `torch.compile` during the call; the first call compiles. Where
+            `fused_ops` are in use, only what they leave.
 
     Raises:
         ValueError: a value outside the allowed ones, or one that this version does not serve yet.
@@ -93,8 +90,6 @@ class PSDConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             _require(name, getattr(self, name), allowed, "must be one of")
-        for name, allowed in _NOT_YET.items():
-            _require(name, getattr(self, name), allowed, "is not served by this version except as")
         if self.gamma != "auto" and (
             isinstance(self.gamma, bool) or not isinstance(self.gamma, int) or self.gamma < 1
         ):

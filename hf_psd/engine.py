@@ -81,7 +81,7 @@ class Engine(StepLoop):
         super().__init__(space, sampler, call.drafters, mode, gamma, hooks, stats, eos, board)
         self.batch_size = batch
         known = signature(sampler.pipeline.processors)
-        self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused)
+        self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused, call.config.compile)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
         self.keep_scores = call.keep_scores
         call.ledger.kept = self.kept if call.keep_scores else None
@@ -154,7 +154,7 @@ class Engine(StepLoop):
         key = (
             tuple((each.signature, id(getattr(each, "model", None)), str(each.device)) for each in self.call.drafters),
             config.selector if isinstance(config.selector, str) else type(config.selector),
-            *(config.gamma, sampler.do_sample, sampler.law, self.call.fused, self.space.graphs),
+            *(config.gamma, sampler.do_sample, sampler.law, self.call.fused, self.space.graphs, config.compile),
             implementation_of(self.call.model),
         )
         modes = ("psd", "sd", "ar") if apart else ("sd", "ar", "psd") if device.type == "cuda" else ("sd", "ar")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 from transformers import PreTrainedModel
 
+from ..compiled import compiled
 from ..config import PSDConfig
 from ..drafters.base import Drafter
 from ..drafters.model import ModelDrafter
@@ -70,6 +71,7 @@ class Worker:
             stack.enter_context(torch.no_grad())
             stack.enter_context(inference_state(attention))
             stack.enter_context(fused(fusing))
+            stack.enter_context(compiled(models if self.config.compile else []))
             if self.engine is None:
                 self.engine = self._open(bool(fusing))
             yield self.engine
