@@ -36,7 +36,7 @@ def test_every_selector(name):
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
 def test_gamma_auto_without_a_bandit(verification):
     psd = dict(gamma="auto", mode="sd", verification=verification)
-    assert_plain(shared("llama"), ["prompt_lookup", shared("llama")], psd, **G20)
+    assert_plain(shared("llama"), ["prompt_lookup", shared("llama")], psd, **G20 | dict(max_new_tokens=40))
     assert max(depth for depth, tried in enumerate(hf_psd.last_stats().drafted_at, 1) if tried) == 8
 
 
