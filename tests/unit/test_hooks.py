@@ -107,7 +107,9 @@ def test_any_plan_is_clipped(plan):
         def before_draft(self, context):
             context.plan = plan and [(key, budgets[: len(context.requests)]) for key, budgets in plan]
 
-    output = shared("llama").generate(**ARGUMENTS, assistant_models=[shared("llama")], psd=True, psd_hooks=[Odd()])
+    output = shared("llama").generate(
+        **ARGUMENTS, assistant_models=[shared("llama")], psd=dict(mode="sd"), psd_hooks=[Odd()]
+    )
     assert output.tolist() == shared("llama").generate(**ARGUMENTS).tolist()
     assert (hf_psd.last_stats().drafted > 0) == (plan == [(0, [99] * 4)])
 
@@ -137,7 +139,10 @@ def test_a_plan_that_cannot_be_followed_is_refused(case):
             context.plan = WRONG[case]
 
     target, models = shared("llama"), [shared("llama")]
-    for psd, hooks, author in ((dict(selector=Odd()), [], "selector Odd"), (True, [Hook()], "a before_draft hook")):
+    for psd, hooks, author in (
+        (dict(selector=Odd(), mode="sd"), [], "selector Odd"),
+        (dict(mode="sd"), [Hook()], "a before_draft hook"),
+    ):
         with pytest.raises(ValueError, match=f"psd: {author} made a plan that cannot be followed.* for 4 rows"):
             target.generate(**ARGUMENTS, assistant_models=models, psd=psd, psd_hooks=hooks)
 

@@ -209,7 +209,7 @@ def test_a_selector_of_ones_own_that_names_no_arm_is_named():
             pass
 
     with pytest.raises(ValueError, match=r"Wild.select\(\) gave arm=5: allowed are the integers 0 .. 0"):
-        shared("llama").generate(**ARGUMENTS, assistant_models=[shared("llama")], psd=dict(selector=Wild))
+        shared("llama").generate(**ARGUMENTS, assistant_models=[shared("llama")], psd=dict(selector=Wild, mode="sd"))
 
 
 def test_arms_that_fail_leave_the_rest(recwarn):
