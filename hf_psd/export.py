@@ -22,6 +22,7 @@ _GENERATE = '''"""Lossless speculative decoding for whole batches as a generatio
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from .api import _dispatch, plain_generate
@@ -34,7 +35,10 @@ _LOADING = (
 
 def generate(*args: Any, model: Any, psd: Any = True, **kwargs: Any) -> Any:
     """`model.generate` with `assistant_models=[...]`; `psd`: True, a dict of settings, or False to decode plainly."""
-    given = {name: value for name, value in kwargs.items() if name not in _LOADING and value is not None}
+    named = inspect.signature(plain_generate()).parameters  # transformers passes all of these, set or not
+    given = {name: value for name, value in kwargs.items() if value is not None or name not in named}
+    for name in _LOADING:
+        given.pop(name, None)
     return _dispatch(plain_generate(), model, *args, psd=psd, **given)
 '''
 _README = Template("""---

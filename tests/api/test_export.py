@@ -55,6 +55,13 @@ SCRIPT = """
     assert torch.equal(output, expected) and recorder.forwards > 0
     assert fast.values == plain.values and fast.ends == plain.ends == 1
 
+    ends = expected[0, 12].item()
+    target.generation_config.eos_token_id = ends
+    assert torch.equal(target.generate(**ask, **method), expected), "an explicit None is passed on"
+    del ask["eos_token_id"]
+    assert not torch.equal(target.generate(**ask, **method), expected)
+    ask["eos_token_id"], target.generation_config.eos_token_id = None, 2
+
     for settings in (dict(mode="psd", gamma=2), dict(selector="ucb1"), False):
         output = target.generate(**ask, **method, assistant_models=[drafter], psd=settings)
         assert torch.equal(output, expected), settings
