@@ -135,10 +135,14 @@ class BatchManager:
 
     def add(self, requests: Iterable[Request]) -> None:
         """Admits requests; each joins the smaller group, of equal ones that with less text to attend to."""
+        loads = [self._load(group) for group in range(self.groups)]
         for request in requests:
-            request.group = min(range(self.groups), key=self._load)
+            request.group = loads.index(min(loads))
             request.phase = self._ready
             self.requests.append(request)
+            if not request.surely_ended:
+                count, tokens = loads[request.group]
+                loads[request.group] = count + 1, tokens + request.most
 
     def finish(self, request: Request) -> None:
         """Takes a request out; its group shrinks."""

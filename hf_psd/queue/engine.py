@@ -245,13 +245,15 @@ class QueueEngine(StepLoop):
 
     def _admit(self) -> None:
         pool = self.space.pool
+        lacking = headroom(self.tickets, pool, self.gamma) if len(self.waiting) and self._free_seats else 0
         while len(self.waiting) and self._free_seats:
             ticket = self.waiting.first
             needed = pool.need(min(ticket.length + self.gamma, ticket.limit))
-            if self.tickets and needed + headroom(self.tickets, pool, self.gamma) > pool.free:
+            if self.tickets and needed + lacking > pool.free:
                 return
             self.waiting.leave(ticket)
             self._seat(ticket)
+            lacking += needed - pool.need(ticket.length - 1)
 
     def _seat(self, ticket: Ticket) -> None:
         if ticket.limit > self.space.limits.columns:

@@ -170,6 +170,11 @@ class ContinuousBatchingManager:
         self._wake.set()
         return name
 
+    @property
+    def total(self) -> int:
+        """Requests added so far."""
+        return self._numbers
+
     def add_requests(self, inputs: Sequence[Sequence[int]], **kwargs: Any) -> list[str]:
         """`add_request` for each of several prompts."""
         return [self.add_request(prompt, **kwargs) for prompt in inputs]

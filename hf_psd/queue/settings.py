@@ -15,7 +15,7 @@ from ..arguments import left_padding, refuse_arguments, refuse_generation_config
 from ..graphs import signature
 from ..images import media_names
 from ..ledger import StopRules
-from ..runner import input_device
+from ..runner import input_device, input_embedding
 from ..turns import cache_of
 from ..verify.processors import ProcessorPipeline
 from ..verify.sampler import Sampler
@@ -71,6 +71,7 @@ class SettingsDesk:
     ):
         self.model, self.plain, self.defaults = model, plain, dict(defaults)
         self.verification, self.seed = verification, seed
+        self._vocabulary = input_embedding(model).shape[0]
         self._prepared: dict[Hashable, Settings] = {}
         self._laws: dict[Hashable, Sampler] = {}
 
@@ -84,7 +85,8 @@ class SettingsDesk:
         key = (len(prompt), seed, _frozen(arguments))
         known = self._prepared.get(key) if key[2] is not None else None
         if known is not None:
-            self._check(torch.tensor([prompt], device="cpu"))
+            if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+                self._check(torch.tensor([prompt], device="cpu"))
             return known
         settings, shared = self._prepare(prompt, self.seed if seed is None else seed, arguments)
         if key[2] is not None and shared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+from collections import deque
 from collections.abc import Sequence
 
 from .ticket import Ticket
@@ -12,7 +12,7 @@ class WaitingLine:
     """First come, first served; who was preempted comes back to the place its arrival gives it."""
 
     def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
+        self._tickets: deque[Ticket] = deque()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -21,7 +21,10 @@ class WaitingLine:
         return iter(self._tickets)
 
     def join(self, ticket: Ticket) -> None:
-        bisect.insort(self._tickets, ticket, key=lambda each: each.number)
+        place = len(self._tickets)
+        if place and self._tickets[-1].number > ticket.number:
+            place = next(place for place, each in enumerate(self._tickets) if each.number > ticket.number)
+        self._tickets.insert(place, ticket)
 
     def leave(self, ticket: Ticket) -> None:
         self._tickets.remove(ticket)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..hooks import StepHook
 from . import toys
 from .law import JointLaw, joint_law, judge_samples, sample_joint
+from .queued import sample_queue
 from .statistics import ALPHA, TestResult, chi_square, holm
 
 SAMPLES = 10_240
@@ -72,6 +73,7 @@ class Gate:
         tokens: length of each sample.
         beside: a prompt that every fourth row has instead; those rows are not tested.
         pairs: whether neighbouring rows are tested for independence, too.
+        queued: whether samples are requests of a queue, beside others of other settings.
         known_ids: vocabulary of a drafter that lacks the target's last ids; their frequency is tested, too.
     """
 
@@ -84,6 +86,7 @@ class Gate:
     samples: int = SAMPLES
     beside: tuple[int, ...] | None = None
     pairs: bool = False
+    queued: bool = False
     known_ids: int = 0
 
 
@@ -111,6 +114,9 @@ def sample_gate(gate: Gate, seed: int, samples: int) -> Tensor:
         options["assistant_models"] = gate.drafters()
         if isinstance(selector, StepHook):
             options["psd_hooks"] = [selector]
+    if gate.queued:
+        assert isinstance(psd, dict)
+        return sample_queue(setting.target(), setting.prompt, samples, tokens=gate.tokens, psd=psd, **options)
     if gate.beside is None:
         return sample_joint(setting.target(), setting.prompt, samples, tokens=gate.tokens, psd=psd, **options)
     prompts = [setting.prompt] * 3 + [gate.beside]
@@ -222,6 +228,7 @@ GATES: dict[str, Gate] = {
     "gamma-auto": Gate(
         136, MAIN, lambda: [near(), wrong()], dict(AUTO, per_request=True), lambda: "thompson", tokens=6
     ),
+    "queue": Gate(137, MAIN, lambda: [near()], dict(TWO_GROUPS, gamma=2, max_batch_size=384), tokens=4, queued=True),
 }
 """Gates by name, each with its published seed."""
 
