@@ -200,6 +200,10 @@ class PagedCache(RaggedCache):
 
     def point_at(self, address: KVAddress) -> None:
         address.blocks = self.pool.table.index_select(0, address.slots)
+        if self.in_place:  # what has no block is not stored; on the other route it goes to the trash
+            place = address.positions.clamp(min=0) // self.pool.block_size
+            block = address.blocks.gather(1, place.clamp(max=address.blocks.shape[1] - 1))
+            address.positions = torch.where(block == ZERO, -1, address.positions)
         super().point_at(address)
 
     def scrub(self, blocks: list[int]) -> None:

@@ -95,6 +95,7 @@ class BanditSelector:
     def forget(self, index: int) -> None:
         """The request of this index is over; a queue would keep what is known of it for ever."""
         self._flying.forget(index)
+        self._cancel(self._flying.take_lost())
         if self.config.per_request:
             for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[1:2] == (index,)]:
                 self.bandit.forget(context)

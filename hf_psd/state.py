@@ -85,17 +85,18 @@ class SequenceState:
         self.failed_drafter = torch.full((slots,), -1, dtype=torch.long, device=device)
         self.source = torch.full((slots,), -1, dtype=torch.long, device=device)
 
-    def fill(self, prompts: torch.Tensor, padding: torch.Tensor, max_columns: int, request_ids: torch.Tensor) -> None:
-        """Seats a batch in slots 0 .. B-1: `prompts` [B, P] left-padded ids, `padding` [B] columns of padding.
-
-        Slots that stay empty are done, with one token and no room, so that steps may run over them.
-        """
-        batch, prompt_columns = prompts.shape
+    def empty(self) -> None:
+        """Empties all slots: they are done, with one token and no room, so that steps may run over them."""
         for array, value in ((self.padding, 0), (self.length, 1), (self.limit, 1), (self.round, 0), (self.request, 0)):
             array.fill_(value)
         for array in (self.draft_ids, self.failed_drafter, self.source):
             array.fill_(-1)
         self.done.fill_(True)
+
+    def fill(self, prompts: torch.Tensor, padding: torch.Tensor, max_columns: int, request_ids: torch.Tensor) -> None:
+        """Seats a batch in slots 0 .. B-1: `prompts` [B, P] left-padded ids, `padding` [B] columns of padding."""
+        batch, prompt_columns = prompts.shape
+        self.empty()
         self.done[:batch] = False
         self.tokens[:batch, :prompt_columns] = prompts
         self.padding[:batch] = padding

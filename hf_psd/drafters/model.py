@@ -72,7 +72,11 @@ class ModelDrafter(Drafter):
         assert self._runner is not None
         self.forwards += 1
         positions = torch.where(positions < self._runner.last_position, positions, -1)
-        self._runner.forward(rows, ids, positions, bound, logits_to_keep=1)
+        graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
+        if graphs is not None:
+            graphs.feed(self.key, self._runner, rows.numbers, ids, positions)
+        else:
+            self._runner.forward(rows, ids, positions, bound, logits_to_keep=1)
 
     def draft(self, task: Task) -> Proposal:
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""

@@ -16,7 +16,7 @@ from ..graphs import bucket
 from ..hooks import StepContext, StepHookList
 from ..loop import StepLoop
 from ..phases import Phase, Request, Step
-from ..runner import Rows, upload
+from ..runner import upload
 from ..state import Limits
 from .invariants import InvariantChecker
 from .metrics import QueueStats
@@ -77,6 +77,7 @@ class QueueEngine(StepLoop):
         self.selector: Any = None
         """The policy; told of requests that end by `forget(index)` and of preempted ones by `interrupt(index)`."""
         self._free_seats = list(range(sizes.seats))
+        self._left: list[int] = []
         self._doomed: list[tuple[Request, Exception]] = []
         self.checker: InvariantChecker | None = None
 
@@ -85,6 +86,8 @@ class QueueEngine(StepLoop):
         self.lane.begin()
         self.roster.begin()
         vocab = self.runner.vocab_size
+        with self.lane.work():
+            self.state.empty()
         self.tell("on_start", self.context([]))
         self.roster.open(Session(self.space, self.sampler, vocab, None, self.roster.warn_once))
 
@@ -126,6 +129,7 @@ class QueueEngine(StepLoop):
         stepped = self.advance()
         read = self.reader.read()
         self._bury()
+        self._forget()
         if stepped or read:
             self.stats.count_step(self)
             if self.checker is not None:
@@ -136,9 +140,7 @@ class QueueEngine(StepLoop):
         """A seated request has ended: its seat and blocks are free."""
         request = self._unseat(ticket, scrub)
         self.clock.forget(request.index)
-        forget = getattr(self.selector, "forget", None)
-        if forget is not None:
-            forget(request.index)
+        self._left.append(request.index)
         self._end(ticket, error)
 
     def preempt(self, ticket: Ticket) -> None:
@@ -319,7 +321,9 @@ class QueueEngine(StepLoop):
             if request in self.tickets:
                 self.dismiss(self.tickets[request], error, scrub=True)
 
-    @property
-    def rows(self) -> Rows:
-        """The rows of all seated requests."""
-        return Rows([request.slot for request in self.tickets], self.runner.device)
+    def _forget(self) -> None:
+        """Lets the selector forget who has left, after it has been told of their last rounds."""
+        left, self._left = self._left, []
+        forget = getattr(self.selector, "forget", None)
+        for index in left if forget is not None else []:
+            forget(index)

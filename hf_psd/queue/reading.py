@@ -60,7 +60,10 @@ class Reader:
             fed, at = (
                 upload([*chain.from_iterable(table)], device).view(len(slots), -1) for table in (ids, positions)
             )
-            engine.runner.forward(Rows(slots, device), fed, at, bound, logits_to_keep=1)
+            if engine.space.verify_graphs is not None:
+                engine.space.verify_graphs.feed("target", engine.runner, slots, fed, at)
+            else:
+                engine.runner.forward(Rows(slots, device), fed, at, bound, logits_to_keep=1)
         engine.lane.mark()
         self._feed_drafters(chunk, slots, ids, positions)
         for ticket, count in chunk:

@@ -49,6 +49,7 @@ class PagedWorkspace(Workspace):
 
     def forget_graphs(self) -> None:
         """Captured graphs no longer fit the buffers."""
+        self._graphs_away.clear()
         if self.graphs:
             self.verify_graphs = StepGraphs(self.lane, self.limits.slots - 1)
             self.draft_graphs = StepGraphs(self.draft_lane, self.limits.slots - 1)

@@ -159,8 +159,7 @@ def test_statistics_and_their_text():
     with manager(check=False) as queue:
         queue.add_requests(PROMPTS * 2, max_new_tokens=9)
         list(queue)
-        text = queue.metrics()
-    stats = queue.stats
+    text, stats = queue.metrics(), queue.stats
     assert isinstance(stats, QueueStats) and hf_psd.last_stats() is stats
     assert stats.emitted == 12 * 9 and stats.finished == 12 and len(stats.first_token) == 12
     assert all(value > 0 for value in stats.first_token) and min(stats.gaps) >= 0
