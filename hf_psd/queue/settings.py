@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
-from ..arguments import left_padding, refuse_arguments, refuse_generation_config, refuse_inputs, take_stop_strings
+from ..arguments import (
+    learned_positions,
+    left_padding,
+    refuse_arguments,
+    refuse_generation_config,
+    refuse_inputs,
+    take_stop_strings,
+)
 from ..graphs import signature
 from ..images import media_names
 from ..ledger import StopRules
@@ -21,13 +28,19 @@ from ..verify.processors import ProcessorPipeline
 from ..verify.sampler import Sampler
 from .sampling import RequestSampler
 
-_PER_PROMPT = ("Encoder", "Prefix")
-"""Stock processors whose attributes hold the prompt or a function of the user's have names with these parts."""
+_OF_THE_TEXT_ALONE = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "TopHLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+}  # fmt: skip
+"""Stock processors that were told neither the prompt nor its length: requests can share them."""
 _ANSWERED_ELSEWHERE = {
     "num_return_sequences": "add the prompt as often as wanted",
     "output_scores": "ask the manager for `return_logprobs=True`",
     "output_logits": "ask the manager for `return_logprobs=True`",
 }
+_MOST_KNOWN = 1024
 _taking_stop_strings = threading.Lock()
 
 
@@ -72,6 +85,7 @@ class SettingsDesk:
         self.model, self.plain, self.defaults = model, plain, dict(defaults)
         self.verification, self.seed = verification, seed
         self._vocabulary = input_embedding(model).shape[0]
+        self._window = learned_positions(model) or 2**31
         self._prepared: dict[Hashable, Settings] = {}
         self._laws: dict[Hashable, Sampler] = {}
 
@@ -82,18 +96,22 @@ class SettingsDesk:
             ValueError, TypeError: for what `generate` or speculative decoding would refuse.
         """
         arguments = {**self.defaults, **own}
-        key = (len(prompt), seed, _frozen(arguments))
-        known = self._prepared.get(key) if key[2] is not None else None
-        if known is not None:
-            if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-                self._check(torch.tensor([prompt], device="cpu"))
-            return known
-        settings, shared = self._prepare(prompt, self.seed if seed is None else seed, arguments)
-        if key[2] is not None and shared:
-            self._prepared[key] = settings
-        return settings
+        more = arguments.get("max_new_tokens")
+        if not isinstance(more, int) or more < 1:
+            return self._prepare(prompt, self.seed if seed is None else seed, arguments)
+        key = (seed, _frozen({name: value for name, value in arguments.items() if name != "max_new_tokens"}))
+        known = self._prepared.get(key)
+        if known is None:
+            settings = self._prepare(prompt, self.seed if seed is None else seed, arguments)
+            if key[1] is not None and _says_nothing_of_the_prompt(settings):
+                _forget_if_many(self._prepared)
+                self._prepared[key] = settings
+            return settings
+        if not prompt or min(prompt) < 0 or max(prompt) >= self._vocabulary or len(prompt) > self._window:
+            self._check(torch.tensor([prompt], device="cpu"))
+        return replace(known, rules=replace(known.rules, max_columns=len(prompt) + more))
 
-    def _prepare(self, prompt: list[int], seed: int, arguments: dict[str, Any]) -> tuple[Settings, bool]:
+    def _prepare(self, prompt: list[int], seed: int, arguments: dict[str, Any]) -> Settings:
         kept: dict[str, Any] = {}
 
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -121,16 +139,16 @@ class SettingsDesk:
         rules.max_columns = max(rules.max_columns, len(prompt) + 1)
         pad = config._pad_token_tensor
         law, capturable = self._law(kept["processors"], bool(config.do_sample), seed)
-        shared = capturable is not None and not rules.by_column and not _knows_prompt(kept["processors"])
-        return Settings(law, capturable, rules, rules.eos_ids, int(pad) if pad is not None else 0), shared
+        return Settings(law, capturable, rules, rules.eos_ids, int(pad) if pad is not None else 0)
 
     def _law(self, processors: LogitsProcessorList, do_sample: bool, seed: int) -> tuple[Sampler, Hashable | None]:
         pipeline = ProcessorPipeline(processors, input_device(self.model), batch_size=1)
         known = signature(pipeline.processors)
         key = None if known is None or pipeline.exact_only else (known, do_sample, self.verification, seed)
-        if key is None or _knows_prompt(processors):
+        if key is None or not _shareable(processors):
             return RequestSampler(pipeline, do_sample, self.verification, seed), None
         if key not in self._laws:
+            _forget_if_many(self._laws)
             self._laws[key] = RequestSampler(pipeline, do_sample, self.verification, seed)
         return self._laws[key], key
 
@@ -147,8 +165,18 @@ class SettingsDesk:
             )
 
 
-def _knows_prompt(processors: LogitsProcessorList) -> bool:
-    return any(part in type(each).__name__ for each in processors for part in _PER_PROMPT)
+def _shareable(processors: LogitsProcessorList) -> bool:
+    return all(type(each).__name__ in _OF_THE_TEXT_ALONE for each in processors)
+
+
+def _says_nothing_of_the_prompt(settings: Settings) -> bool:
+    return settings.capturable is not None and not settings.rules.by_column
+
+
+def _forget_if_many(known: dict[Hashable, Any]) -> None:
+    """Seeds of their own make settings that nobody shares; they must not pile up."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
 
 
 def _frozen(arguments: Mapping[str, Any]) -> Hashable | None:
