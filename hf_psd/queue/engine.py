@@ -251,7 +251,8 @@ class QueueEngine(StepLoop):
         while len(self.waiting) and self._free_seats:
             ticket = self.waiting.first
             needed = pool.need(min(ticket.length + self.gamma, ticket.limit))
-            if self.tickets and needed + lacking > pool.free:
+            # Lookahead is allocated for the group that is verified, and given back before the other's turn.
+            if self.tickets and needed + lacking // self.manager.groups > pool.free:
                 return
             self.waiting.leave(ticket)
             self._seat(ticket)

@@ -147,12 +147,12 @@ class NaNFor:
 
 
 def test_nan_in_one_text_reaches_nobody_through_reused_blocks():
-    prompts = [PROMPTS[0], [50, 51, 60, 52], PROMPTS[3], PROMPTS[4], PROMPTS[1]] * 3
+    prompts = [[50, 51, 52, 53, 54, 60, 55], PROMPTS[2], PROMPTS[0], PROMPTS[1]] * 3
     near = zoo.shared("llama", 5)
     with NaNFor(target(), 60):
         out = hf_psd.generate_batch(
-            target(), prompts, [near], psd=dict(mode="psd"), max_batch_size=2, block_size=2, max_new_tokens=8,
-            kv_memory=14 * 2 * 256 * 2, **zoo.GREEDY,
+            target(), prompts, [near], psd=dict(mode="psd"), max_batch_size=2, block_size=8, max_new_tokens=8,
+            kv_memory=6 * 8 * 256 * 2, **zoo.GREEDY,
         )  # fmt: skip
     for prompt, result in zip(prompts, out.values()):
         if 60 in prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -215,3 +216,24 @@ def test_long_prompts_are_read_in_chunks_beside_the_others():
     assert max(between) >= 1 and min(between[:8]) >= 0, "others go on between two chunks"
     for prompt, result in zip(prompts, out.values()):
         assert result.generated_tokens == plain(prompt, max_new_tokens=30)
+
+
+@pytest.mark.parametrize("mode", ["sd", "psd"])
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_a_twin_drafter_is_always_right(mode, chunk):
+    """A drafter whose KV were damaged, by paging, chunks or reused blocks, would guess wrong."""
+    seen = []
+
+    class Watch(hf_psd.StepHook):
+        def on_commit(self, context):
+            for request, drafted, accepted in zip(context.requests, context.drafted, context.accepted):
+                if request.length < request.limit:  # drafts beyond the end are not judged
+                    seen.append((drafted, accepted))
+
+    out = hf_psd.generate_batch(
+        target(), PROMPTS * 3, [copy.deepcopy(target())], psd=dict(mode=mode, selector=zoo.Fixed()), psd_hooks=[Watch()],
+        requests=lengths(18), prefill_chunk=chunk, max_batch_size=4, block_size=2, kv_memory=60 * 2 * 256 * 2,
+        **zoo.GREEDY,
+    )  # fmt: skip
+    assert all(result.error is None for result in out.values())
+    assert sum(drafted for drafted, _ in seen) > 60 and all(drafted == accepted for drafted, accepted in seen)
