@@ -131,7 +131,8 @@ class PagedKV(SlotKV):
     def _rows(self, states: torch.Tensor, at: KVAddress) -> torch.Tensor:
         assert at.blocks is not None
         blocks = at.blocks[:, : self.owner.pool.need(at.kv_length)]
-        return states[blocks].flatten(1, 2)[:, : at.kv_length].transpose(1, 2)
+        rows = states.index_select(0, blocks.flatten()).view(blocks.shape[0], -1, *states.shape[2:])
+        return rows[:, : at.kv_length].transpose(1, 2)
 
 
 class RaggedCache(Cache):

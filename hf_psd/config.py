@@ -53,7 +53,7 @@ class PSDConfig:
             number.
         max_batch_size: Requests that a queue runs at once, >= 1; None is 32. This and the next two size the queue of
             `generate_batch`; `generate` has its batch and leaves them unread.
-        block_size: Tokens per KV block of a queue, >= 1; None is 64.
+        block_size: Tokens per KV block of a queue, >= 1; None is 64 on CUDA, 32 elsewhere.
         kv_memory: Bytes for the KV blocks of a queue, of all its models together, >= 1; None is what the seats need,
             at most 80 % of the free memory on CUDA and 25 % on the CPU.
         attention: `"native"` uses the model's own attention with explicit masks; `"triton"` an attention that reads

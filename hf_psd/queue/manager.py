@@ -44,7 +44,7 @@ class ContinuousBatchingManager:
         psd: True, a `PSDConfig` or a dict of its fields; `max_batch_size`, `block_size`, `kv_memory` size the queue.
         psd_hooks: `StepHook` objects; an exception in one ends the requests it was told of.
         max_batch_size: seats, default 32.
-        block_size: tokens per KV block, default 64.
+        block_size: tokens per KV block, default 64 on CUDA and 32 elsewhere.
         kv_memory: bytes of KV cache of all models together; default what the seats need, at most 80 % of the free
             memory on CUDA and 25 % on the CPU.
         prefill_chunk: most prompt tokens read per step, default 512: nobody waits for a longer prompt than that.

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ..config import PSDConfig
 
-SEATS, BLOCK_SIZE, CHUNK = 32, 64, 512
+SEATS, CHUNK = 32, 512
+BLOCK_SIZE, BLOCK_SIZE_ON_CUDA = 32, 64  # there, a tile of keys never crosses a block
 _SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.25}
 _USUAL_LENGTH = 2048
 
@@ -58,7 +59,9 @@ def measure(
     Raises:
         ValueError: not even one block fits.
     """
-    seats, block_size = config.max_batch_size or SEATS, config.block_size or BLOCK_SIZE
+    seats, block_size = config.max_batch_size or SEATS, config.block_size
+    if block_size is None:
+        block_size = BLOCK_SIZE_ON_CUDA if device.type == "cuda" else BLOCK_SIZE
     block_bytes = block_size * sum(map(bytes_per_token, models))
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
