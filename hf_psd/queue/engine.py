@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from ..graphs import bucket
 from ..hooks import StepContext, StepHookList
 from ..loop import StepLoop
 from ..phases import Phase, Request, Step
-from ..runner import upload
 from ..state import Limits
 from .invariants import InvariantChecker
 from .metrics import QueueStats
@@ -24,13 +22,11 @@ from .pressure import headroom, reach, victim
 from .reading import Reader
 from .results import RequestCancelled
 from .sampling import MixedSampler, Seating
+from .seats import NO_TOKEN, Seats
 from .sizes import Sizes
-from .space import PagedWorkspace
+from .space import COLUMN_GRANULE, PagedWorkspace
 from .ticket import Ticket
 from .waiting import WaitingLine
-
-_NO_TOKEN = -2
-_COLUMN_GRANULE = 256
 
 
 class QueueEngine(StepLoop):
@@ -63,12 +59,12 @@ class QueueEngine(StepLoop):
     ):
         graphs = may_graph(model, config.cuda_graphs, drafters, stats, {})
         gamma = config.most_drafts
-        limits = Limits(bucket(sizes.seats) + 1 if graphs else sizes.seats, _COLUMN_GRANULE, gamma)
+        limits = Limits(bucket(sizes.seats) + 1 if graphs else sizes.seats, COLUMN_GRANULE, gamma)
         space = PagedWorkspace(model, limits, 0, graphs, sizes.blocks, sizes.block_size)
         device = space.runner.device
         self.seating, self.fused = Seating(), fused
         sampler = MixedSampler(config.verification, self.seating, device, keep_scores=logprobs)
-        eos = torch.full((limits.slots, 1), _NO_TOKEN, dtype=torch.long, device=device)
+        eos = torch.full((limits.slots, 1), NO_TOKEN, dtype=torch.long, device=device)
         super().__init__(space, sampler, drafters, config.mode, gamma, hooks, stats, eos)
         self.verifier.logprobs = logprobs
         self.sizes, self.waiting = sizes, WaitingLine()
@@ -76,7 +72,7 @@ class QueueEngine(StepLoop):
         self.reader = Reader(self)
         self.selector: Any = None
         """The policy; told of requests that end by `forget(index)` and of preempted ones by `interrupt(index)`."""
-        self._free_seats = list(range(sizes.seats))
+        self.seats = Seats(self, sizes.seats)
         self._left: list[int] = []
         self._doomed: list[tuple[Request, Exception]] = []
         self.checker: InvariantChecker | None = None
@@ -247,8 +243,8 @@ class QueueEngine(StepLoop):
 
     def _admit(self) -> None:
         pool = self.space.pool
-        lacking = headroom(self.tickets, pool, self.gamma) if len(self.waiting) and self._free_seats else 0
-        while len(self.waiting) and self._free_seats:
+        lacking = headroom(self.tickets, pool, self.gamma) if len(self.waiting) and self.seats.free else 0
+        while len(self.waiting) and self.seats.free:
             ticket = self.waiting.first
             needed = pool.need(min(ticket.length + self.gamma, ticket.limit))
             # Lookahead is allocated for the group that is verified, and given back before the other's turn.
@@ -259,34 +255,13 @@ class QueueEngine(StepLoop):
             lacking += needed - pool.need(ticket.length - 1)
 
     def _seat(self, ticket: Ticket) -> None:
-        if ticket.limit > self.space.limits.columns:
-            self.space.widen(-(-max(ticket.limit, 2 * self.space.limits.columns) // _COLUMN_GRANULE) * _COLUMN_GRANULE)
-        slot = heapq.heappop(self._free_seats)
-        request = Request(ticket.number, slot, 0, ticket.length, ticket.limit, tokens=list(ticket.ledger.rows[0]))
-        ticket.request, ticket.fed = request, 0
-        self.tickets[request] = ticket
-        self.seating.laws[slot] = ticket.settings.law
         try:
             ticket.begin()
         except Exception as error:  # its streamer's
-            self.dismiss(ticket, error)
+            self._end(ticket, error)
             return
-        assert self.space.pool.cover(slot, ticket.length - 1)
-        self.lane.follow(self.roster.lane)  # a draft turn of the seat's last owner may still be under way
-        with self.lane.work():
-            device = self.runner.device
-            self.state.seat(slot, upload(ticket.text, device), ticket.limit, ticket.round, ticket.noise)
-            self._set_eos(slot, ticket.settings.eos)
-        self.lane.mark()
+        self.tickets[self.seats.take(ticket)] = ticket
         self.reader.reading.append(ticket)
-
-    def _set_eos(self, slot: int, ids: list[int]) -> None:
-        eos = self.verifier.eos
-        assert eos is not None
-        if len(ids) > eos.shape[1]:
-            eos = torch.nn.functional.pad(eos, (0, len(ids) - eos.shape[1]), value=_NO_TOKEN)
-            self.verifier.eos = eos
-        eos[slot].copy_(upload([*ids, *[_NO_TOKEN] * (eos.shape[1] - len(ids))], eos.device))
 
     def _cover(self, request: Request) -> bool:
         drafts = max(0, min(request.pending()[1], request.room))
@@ -301,15 +276,7 @@ class QueueEngine(StepLoop):
         else:
             self.reader.leave(ticket)
             request.phase = Phase.DONE
-        blocks = self.space.release(request.slot)
-        self.seating.laws.pop(request.slot)
-        with self.lane.work():
-            self.state.vacate(request.slot)
-            if scrub:
-                self.space.scrub(blocks)
-        self.lane.mark()
-        heapq.heappush(self._free_seats, request.slot)
-        ticket.request = None
+        self.seats.give_back(ticket, scrub)
         return request
 
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:

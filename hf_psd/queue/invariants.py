@@ -49,7 +49,7 @@ class InvariantChecker:
     def _seats(self, engine: QueueEngine) -> None:
         slots = [request.slot for request in engine.tickets]
         assert len(set(slots)) == len(slots), "two requests share a seat"
-        assert sorted([*slots, *engine._free_seats]) == list(range(engine.sizes.seats)), "a seat is lost"
+        assert sorted([*slots, *engine.seats.free]) == list(range(engine.sizes.seats)), "a seat is lost"
         assert engine.seating.laws.keys() == set(slots), "a law without a seat, or a seat without one"
         reading = {ticket.request for ticket in engine.reader.reading}
         running = set(engine.manager.requests)

@@ -11,6 +11,7 @@ from ..runner import ModelRunner, input_device
 from ..state import Limits
 from ..workspace import Workspace
 
+COLUMN_GRANULE = 256
 TARGET = -1
 """Key of the target's pool; those of the drafters are their numbers."""
 
@@ -37,8 +38,11 @@ class PagedWorkspace(Workspace):
         """The target's."""
         return self.pools[TARGET]
 
-    def widen(self, columns: int) -> None:
-        """Lets requests grow to so many tokens. Captured graphs are given up."""
+    def widen_for(self, limit: int) -> None:
+        """Makes sure that a request can grow to `limit` tokens. If not so far, captured graphs are given up."""
+        if limit <= self.limits.columns:
+            return
+        columns = -(-max(limit, 2 * self.limits.columns) // COLUMN_GRANULE) * COLUMN_GRANULE
         self.limits = Limits(self.limits.slots, columns, self.limits.gamma)
         self.state.widen(self.limits.capacity)
         for pool in self.pools.values():
