@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ def _decode(
     prompts = input_ids.to(device)
     padding = left_padding(model, prompts, model_kwargs.get("attention_mask"))
     request_ids = _request_ids(config, prompts.shape[0])
-    _check_tags(config, prompts.shape[0])
+    check_tags(config.context, prompts.shape[0])
     pad = generation_config._pad_token_tensor
     rules = StopRules.sort(stopping_criteria)
     rules.max_columns = max(rules.max_columns, prompts.shape[1] + 1)  # plain `generate` emits a token before it asks
@@ -146,6 +146,7 @@ def _decode(
     pipeline = ProcessorPipeline(logits_processor, device, batch_size=prompts.shape[0])
     seed = _seed(config, generation_config.do_sample)
     sampler = Sampler(pipeline, generation_config.do_sample, config.verification, seed)
+    selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
     as_dict = generation_config.return_dict_in_generate
     cache = cache_of(model_kwargs)
     known = covered(cache, prompts) if psd_ask.cache_given else 0
@@ -163,7 +164,6 @@ def _decode(
         cache=cache if psd_ask.cache_given else read,
     )
     remember(call.stats)
-    selector = make_selector(config, seed, len(psd_ask.drafters), bool(generation_config.do_sample))
     call.full_information = bool(getattr(selector, "full_information", False))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]
     fusing = models_to_fuse(models, config.fused_ops)
@@ -198,7 +198,7 @@ def _seed(config: PSDConfig, do_sample: bool) -> int:
 def _request_ids(config: PSDConfig, batch: int) -> list[int]:
     if config.request_ids is None:
         return list(range(batch))
-    ids = list(config.request_ids)
+    ids = list(config.request_ids) if isinstance(config.request_ids, Iterable) else []
     ints = all(isinstance(number, int) and not isinstance(number, bool) for number in ids)
     if not ints or len(ids) != batch or len(set(ids)) != batch or min(ids) < 0 or max(ids) >= 2**31:
         raise ValueError(
@@ -208,11 +208,11 @@ def _request_ids(config: PSDConfig, batch: int) -> list[int]:
     return ids
 
 
-def _check_tags(config: PSDConfig, batch: int) -> None:
-    tags = config.context
-    if not (tags is None or isinstance(tags, str)) and not (
-        len(tags) == batch and all(isinstance(tag, str) for tag in tags)
-    ):
+def check_tags(tags: Any, batch: int) -> None:
+    """Refuses a `context` that is neither a tag nor one per row."""
+    if tags is None or isinstance(tags, str):
+        return
+    if not (isinstance(tags, Sequence) and len(tags) == batch and all(isinstance(tag, str) for tag in tags)):
         raise ValueError(f"psd: context must be a tag or {batch} tags, one per row, got {tags!r}.")
 
 

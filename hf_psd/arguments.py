@@ -62,14 +62,29 @@ def resolve_drafters(target: PreTrainedModel, entries: Sequence[Any] | None, kwa
     """The drafters for `assistant_models`; checks everything that can be known before a forward."""
     if entries is None:
         entries = ["prompt_lookup"]
-    if isinstance(entries, (str, torch.nn.Module)) or not isinstance(entries, Sequence):
-        raise TypeError(
-            f"assistant_models must be a list of drafters, got {type(entries).__name__}; wrap it in a list."
-        )
+    _check_list("assistant_models", entries)
     if not entries:
         raise ValueError("assistant_models is empty: name at least one drafter, or leave it out for prompt lookup.")
     drafters = [_resolve_drafter(entry, number) for number, entry in enumerate(entries)]
     return _with_tokenizers(drafters, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizers", None))
+
+
+def resolve_models(target: Any, drafters: Sequence[Any]) -> tuple[PreTrainedModel, list[PreTrainedModel]]:
+    """The models themselves: the target's, and those among the drafters that are another's, each once."""
+    _check_list("drafters", drafters)
+    target = _unwrap(target, "the target")
+    models: list[PreTrainedModel] = []
+    for number, entry in enumerate(drafters):
+        if isinstance(entry, Drafter) or (isinstance(entry, str) and entry == "prompt_lookup"):
+            entry = getattr(entry, "model", None)
+        if entry is not None:
+            models.append(_unwrap(entry, f"drafters[{number}]"))
+    return target, [model for model in dict.fromkeys(models) if model is not target]
+
+
+def _check_list(name: str, entries: Any) -> None:
+    if isinstance(entries, (str, torch.nn.Module)) or not isinstance(entries, Sequence):
+        raise TypeError(f"{name} must be a list of drafters, got {type(entries).__name__}; wrap it in a list.")
 
 
 def _with_tokenizers(drafters: list[Drafter], tokenizer: Any, others: Sequence[Any] | None) -> list[Drafter]:

@@ -103,6 +103,8 @@ class PSDConfig:
         if isinstance(self.selector, str) and self.selector.partition(":")[0] not in ("composite", *bandit.names()):
             known = ", ".join(("composite", *bandit.names()))
             raise ValueError(f"psd: selector must be one of {known}, or a selector object, got {self.selector!r}.")
+        if isinstance(self.selector, str) and self.selector.startswith("composite:"):
+            raise ValueError(f"psd: selector 'composite' takes no options, got {self.selector!r}.")
         if not isinstance(self.selector, str) and not any(
             all(callable(getattr(self.selector, method, None)) for method in pair)
             for pair in (("plan", "feedback"), ("select", "update"))
@@ -115,7 +117,7 @@ class PSDConfig:
             raise ValueError(
                 "psd: gamma='auto' with a bandit needs reward='goodput': accepted shares cannot compare draft lengths."
             )
-        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
+        if self.seed is not None and not (type(self.seed) is int and -(2**63) <= self.seed < 2**64):
             raise ValueError(f"psd: seed must fit 64 bits, got {self.seed!r}.")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -152,7 +153,7 @@ class Engine(StepLoop):
         """Steers a call of mode "auto": the modes that can pay on these devices, the likeliest first."""
         config, sampler, device = self.call.config, self.call.sampler, self.runner.device
         key = (
-            tuple((each.signature, id(getattr(each, "model", None)), str(each.device)) for each in self.call.drafters),
+            tuple((each.signature, _identity(each), str(each.device)) for each in self.call.drafters),
             config.selector if isinstance(config.selector, str) else type(config.selector),
             *(config.gamma, sampler.do_sample, sampler.law, self.call.fused, self.space.graphs, config.compile),
             implementation_of(self.call.model),
@@ -184,6 +185,12 @@ class Engine(StepLoop):
         for request in list(self.manager.requests):
             if ledger.ended[request.index]:
                 self.manager.finish(request)
+
+
+def _identity(drafter: Drafter) -> Hashable:
+    """Equal for drafters with the same model, which it does not keep alive; a later one never equals it."""
+    model = getattr(drafter, "model", None)
+    return weakref.ref(model) if isinstance(model, torch.nn.Module) else None
 
 
 def review_board(call: Call, space: Workspace) -> ReviewBoard | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .api import generate, last_stats, plain_generate
+from .api import check_tags, generate, last_stats, plain_generate
 from .arguments import resolve_drafters, resolve_target
 from .config import PSDConfig
 from .planner import MODES, Row, choose, makespan
@@ -19,6 +19,13 @@ from .timeline import Span, Timeline, merged, overlap_share, total
 
 _TOKENS = 24
 """New tokens per row that are measured in each mode."""
+
+_REFUSED = {
+    "psd_hooks": "it measures with hooks of its own",
+    "streamer": "it decodes the prompts several times",
+    "past_key_values": "it decodes the prompts several times, and each call would extend the cache",
+    "num_return_sequences": "name the rows to measure in batch_sizes",
+}
 
 
 @dataclass(frozen=True)
@@ -96,26 +103,71 @@ def explain(
     """
     config = PSDConfig.resolve(psd)
     arguments = dict(generate_kwargs)
-    ids = arguments.pop("input_ids", arguments.pop("inputs", None))
-    if ids is None:
-        raise ValueError("psd: explain needs input_ids: the acceptance of drafts depends on the text.")
-    mask = arguments.pop("attention_mask", torch.ones_like(ids))
-    wanted = int(arguments.pop("max_new_tokens", None) or 128)
+    ids, mask = _prompts(arguments)
+    batches = _batches(batch_sizes, ids.shape[0])
+    given = arguments.pop("max_new_tokens", None)
+    wanted = 128 if given is None else _positive("max_new_tokens", given)
+    for name, advice in _REFUSED.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"psd: explain takes no {name}: {advice}.")
+    picks = [[row % ids.shape[0] for row in range(rows)] for rows in batches]
+    configs = [_for_rows(config, pick, ids.shape[0]) for pick in picks]
     target = resolve_target(model, plain_generate(), arguments)
     drafters = resolve_drafters(target, assistant_models, {})
     homes = {drafter.device or input_device(target) for drafter in drafters} | {input_device(target)}
     parallel = any(home.type == "cuda" for home in homes)
     figures = []
-    for rows in batch_sizes or [ids.shape[0]]:
-        pick = torch.arange(rows, device=ids.device) % ids.shape[0]
+    for rows, pick, each in zip(batches, picks, configs):
         batch = {"input_ids": ids[pick], "attention_mask": mask[pick], **arguments}
         modes = [mode for mode in MODES if mode != "psd" or (parallel and rows > 1)]
-        runs = {mode: _run(model, assistant_models, replace(config, mode=mode), batch) for mode in modes}
+        runs = {mode: _run(model, assistant_models, replace(each, mode=mode), batch) for mode in modes}
         figures.append(_figures(rows, runs, wanted))
     stats = last_stats()
     assert stats is not None
     notes = [] if parallel else ["psd: two groups cannot overlap on the CPU alone, so that mode was not run"]
-    return Explanation(figures, stats.placement, [*notes, *stats.notes])
+    return Explanation(figures, stats.placement, [*notes, *stats.notes, *stats.errors])
+
+
+def _prompts(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes [B, P] ids and mask out of the arguments."""
+    given = [arguments.pop(name, None) for name in ("input_ids", "inputs")]
+    ids = next((each for each in given if each is not None), None)
+    if ids is None:
+        raise ValueError("psd: explain needs input_ids: the acceptance of drafts depends on the text.")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"psd: input_ids must be a tensor [B, P] of ids, got {_shape(ids)}.")
+    mask = arguments.pop("attention_mask", None)
+    mask = torch.ones_like(ids) if mask is None else mask
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise ValueError(f"psd: attention_mask must be {list(ids.shape)} like input_ids, got {_shape(mask)}.")
+    return ids, mask
+
+
+def _shape(value: Any) -> str:
+    return f"one of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _batches(sizes: Any, rows: int) -> list[int]:
+    if sizes is None:
+        return [rows]
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
+        raise ValueError(f"psd: batch_sizes must be a list of ints >= 1, got {sizes!r}.")
+    return [_positive("batch_sizes", size) for size in sizes]
+
+
+def _positive(name: str, number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"psd: {name} takes ints >= 1, got {number!r}.")
+    return number
+
+
+def _for_rows(config: PSDConfig, pick: Sequence[int], rows: int) -> PSDConfig:
+    """The settings for rows picked, possibly repeatedly, from the given ones."""
+    tags = config.context
+    if tags is not None and not isinstance(tags, str):
+        check_tags(tags, rows)
+        tags = [tags[row] for row in pick]
+    return replace(config, context=tags, request_ids=None)
 
 
 @dataclass(frozen=True)

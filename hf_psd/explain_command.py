@@ -18,9 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder or Hub name of the target")
     parser.add_argument("--drafter", action="append", default=[], help="the same of a drafter; may be repeated")
     parser.add_argument("--prompt", action="append", help="a text to measure acceptance on; may be repeated")
-    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes to measure (default: the number of prompts)")
-    parser.add_argument("--gamma", type=int, default=4, help="draft tokens per row and round (default 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="what the prediction is for (default 128)")
+    parser.add_argument("--batch", type=positive, nargs="+", help="batch sizes (default: number of prompts)")
+    parser.add_argument("--gamma", type=positive, default=4, help="draft tokens per row and round (default 4)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="to predict for (default 128)")
+
+
+def positive(text: str) -> int:
+    """An int >= 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def run(options: argparse.Namespace) -> None:

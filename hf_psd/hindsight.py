@@ -76,6 +76,11 @@ class Hindsight:
             self._tell(pool, context)
         self._pools.clear()
 
+    def forget(self, context: Hashable) -> None:
+        """Nothing of this context will come any more."""
+        for key in [key for key in self._pools if key[0] == context]:
+            del self._pools[key]
+
     def _tell(self, pool: Pool, context: Hashable) -> None:
         tokens = [pool.tokens[arm] for arm in range(self.bandit.n_arms)]
         shares = [pool.gain[arm] / count if count else None for arm, count in enumerate(tokens)]

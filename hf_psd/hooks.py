@@ -97,6 +97,8 @@ class StepHookList(list[StepHook]):
     """Calls every hook in order."""
 
     def __init__(self, hooks: Iterable[StepHook] = ()):
+        if isinstance(hooks, StepHook) or not isinstance(hooks, Iterable):
+            raise TypeError(f"psd_hooks must be a list of StepHook objects, got {type(hooks).__name__}.")
         super().__init__(hooks)
         for hook in self:
             if not isinstance(hook, StepHook):

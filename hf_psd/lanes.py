@@ -18,13 +18,13 @@ class Lane:
         name: shown in timelines.
 
     Attributes:
-        watch: called with the lane and the kind of work where a piece of work begins; what it returns is called where
-            it ends.
+        watchers: each is called with the lane and the kind of work where a piece of work begins; what it returns is
+            called where it ends.
     """
 
     def __init__(self, device: torch.device, name: str = ""):
         self.device, self.name = device, name
-        self.watch: Callable[[Lane, str], Callable[[], None]] | None = None
+        self.watchers: list[Callable[[Lane, str], Callable[[], None]]] = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
 
@@ -35,10 +35,10 @@ class Lane:
             if self.stream is not None:
                 entered.enter_context(torch.cuda.device(self.device))
                 entered.enter_context(torch.cuda.stream(self.stream))
-            done = self.watch(self, kind) if self.watch is not None and kind else None
+            ends = [watch(self, kind) for watch in self.watchers] if kind else []
             yield
-            if done is not None:
-                done()
+            for end in ends:
+                end()
 
     def mark(self) -> None:
         """Marks the end of the work enqueued so far; `follow` on another lane waits for the newest mark."""

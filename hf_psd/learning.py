@@ -99,6 +99,7 @@ class BanditSelector:
         if self.config.per_request:
             for context in [key for key in self.bandit.contexts if isinstance(key, tuple) and key[1:2] == (index,)]:
                 self.bandit.forget(context)
+                self._hindsight.forget(context)
 
     def end(self) -> None:
         """The call is over: pulls without a verdict do not count, drafters that failed may serve the next call."""
@@ -167,10 +168,10 @@ def _bandit(spec: Any, n_arms: int, seed: int | None, reward: str) -> bandit.Bas
 
 
 def make_selector(config: PSDConfig, seed: int | None, n_drafters: int, sampled: bool) -> Selector:
-    """The object for the `selector` setting; a name makes a fresh one, so that no state leaks between calls."""
+    """The object for the `selector` setting; a name or class makes a fresh one, without state."""
     spec = config.selector
     if spec == "composite":
         return CompositeSelector()
-    if not isinstance(spec, (str, type)) and hasattr(spec, "plan") and hasattr(spec, "feedback"):
-        return spec
+    if not isinstance(spec, str) and hasattr(spec, "plan") and hasattr(spec, "feedback"):
+        return spec() if isinstance(spec, type) else spec
     return BanditSelector(spec, config, n_drafters, seed, sampled)

@@ -42,6 +42,8 @@ _LATE = 64
 """Results after which modes that are unlikely to win are timed, too."""
 _NEAR = 4
 """Batches up to this many times larger or smaller may stand in for one that was not timed."""
+_MOST_PROFILES = 32
+"""Profiles kept per target."""
 
 
 @dataclass
@@ -87,8 +89,15 @@ _profiles: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Profile]] =
 
 
 def profile_of(target: PreTrainedModel, key: Hashable) -> Profile:
-    """The profile of a target under `key`: all that its times depend on, the batch apart."""
-    return _profiles.setdefault(target, {}).setdefault(key, Profile())
+    """The profile of a target under `key`: all that its times depend on, the batch apart.
+
+    Those used last are kept: drafters may come and go for as long as their target lives.
+    """
+    profiles = _profiles.setdefault(target, {})
+    profile = profiles[key] = profiles.pop(key, None) or Profile()
+    if len(profiles) > _MOST_PROFILES:
+        del profiles[next(iter(profiles))]
+    return profile
 
 
 class Pacer(StepHook):

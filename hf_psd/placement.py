@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .arguments import resolve_models
 from .runner import input_device
 
 _FOR_WEIGHTS = 0.8
@@ -117,18 +118,21 @@ def place(
     devices stay where they are.
 
     Args:
-        target: a causal LM.
-        drafters: entries of `assistant_models`; those that are not models have no device of their own.
+        target: a causal LM, wrapped in LoRA or `torch.compile` or not.
+        drafters: entries of `assistant_models`; those that hold no model have no device of their own, and what serves
+            twice counts once.
         devices: "auto" (every CUDA device), or devices, the best first.
         max_memory: bytes, or strings such as "20GiB", usable per device; default: what is free.
 
     Raises:
         ValueError: weights that do not fit, unknown devices.
+        TypeError: what is no model or drafter.
         ImportError: accelerate is needed to spread a target over devices, and is not installed.
     """
+    target, models = resolve_models(target, drafters)
     names = _names(devices)
-    free = {name: _limit(name, max_memory) for name in names}
-    models = [each for each in drafters if isinstance(each, PreTrainedModel)]
+    limits = _limits(names, max_memory)
+    free = {name: limits[name] if name in limits else _free(name) for name in names}
     decision = decide(_size(target), [_size(model) for model in models], names, free)
     if len(decision.target) > 1:
         _spread(target, {name: int(free[name] * _FOR_WEIGHTS) for name in decision.target})
@@ -149,29 +153,54 @@ def _size(model: PreTrainedModel) -> int | None:
     return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
-def _names(devices: str | Sequence[str | int | torch.device]) -> list[str]:
-    if devices == "auto":
+def _names(devices: Any) -> list[str]:
+    if isinstance(devices, str) and devices == "auto":
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if isinstance(devices, str):
+    if isinstance(devices, (str, int, torch.device)):
         devices = [devices]
-    names = []
-    for device in devices:
+    if not isinstance(devices, Sequence):
+        raise TypeError(f'psd: devices must be "auto" or a list of devices, got {type(devices).__name__}.')
+    return list(dict.fromkeys(map(_name, devices)))
+
+
+def _name(device: Any) -> str:
+    try:
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"psd: there is no device {place}; this machine has {torch.cuda.device_count()} GPUs.")
-        names.append(f"cuda:{place.index or 0}" if place.type == "cuda" else str(place))
-    return names
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"psd: {device!r} is no device, such as 'cuda:1', 1 or 'cpu'.") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"psd: there is no device {place}; this machine has {torch.cuda.device_count()} GPUs.")
+    if place.type == "meta":
+        raise ValueError("psd: weights on the meta device would be lost; name devices that can compute.")
+    return f"cuda:{place.index or 0}" if place.type == "cuda" else str(place)
 
 
-def _limit(name: str, max_memory: Mapping[str | int, int | str] | None) -> int:
-    device = torch.device(name)
-    given = None
-    if max_memory is not None:
-        given = next((max_memory[key] for key in (name, device.index) if key in max_memory), None)
-    if given is not None:
+def _limits(names: Sequence[str], max_memory: Any) -> dict[str, int]:
+    """Bytes by name of device, of those that are given. As accelerate takes "cpu" and "disk" for what is left over,
+    they may be named although nothing goes there."""
+    if not isinstance(max_memory, (Mapping, type(None))):
+        raise TypeError(f"psd: max_memory must map devices to bytes, got {type(max_memory).__name__}.")
+    limits = {}
+    for key, size in (max_memory or {}).items() if names else ():
+        name = key if key in ("cpu", "disk") else _name(key)
+        if name not in (*names, "cpu", "disk"):
+            raise ValueError(f"psd: max_memory names {name}, but devices are {', '.join(names)}.")
+        limits[name] = _bytes(name, size)
+    return limits
+
+
+def _bytes(name: str, size: Any) -> int:
+    if isinstance(size, str):
         from accelerate.utils import convert_file_size_to_int
 
-        return int(convert_file_size_to_int(given))
+        return int(convert_file_size_to_int(size))
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 <= size < float("inf"):
+        raise ValueError(f"psd: max_memory[{name!r}] must be bytes or a string such as '20GiB', got {size!r}.")
+    return int(size)
+
+
+def _free(name: str) -> int:
+    device = torch.device(name)
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**62
 
 

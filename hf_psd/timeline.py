@@ -29,27 +29,40 @@ class Timeline(StepHook):
     clocks of several devices are aligned when the call begins, to about 0.05 ms.
 
     Attributes:
-        spans: of the last call, in order of launch.
+        spans: of the call that ended last, in order of launch.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._lanes: Sequence[Lane] = ()
-        self._pieces: list[tuple[Lane, str, _Moment, _Moment]] = []
+        self._recordings: dict[int, _Recording] = {}
 
     def on_start(self, context: StepContext) -> None:
-        self._lanes, self._pieces, self.spans = context.lanes, [], []
-        for lane in self._lanes:
-            _wait(lane)
-        self._zeros = {id(lane): _Moment(lane) for lane in self._lanes}
-        for lane in self._lanes:
-            lane.watch = self._watch
+        if id(context.stats) not in self._recordings:
+            self._recordings[id(context.stats)] = _Recording(context.lanes)
 
     def on_end(self, context: StepContext) -> None:
-        for lane in self._lanes:
-            lane.watch = None
+        recording = self._recordings.pop(id(context.stats), None)
+        if recording is not None:
+            self.spans = recording.finish()
+
+
+class _Recording:
+    """The pieces of work of one call."""
+
+    def __init__(self, lanes: Sequence[Lane]):
+        self.lanes = lanes
+        self._pieces: list[tuple[Lane, str, _Moment, _Moment]] = []
+        for lane in lanes:
             _wait(lane)
-        self.spans = [
+        self._zeros = {id(lane): _Moment(lane) for lane in lanes}
+        for lane in lanes:
+            lane.watchers.append(self._watch)
+
+    def finish(self) -> list[Span]:
+        for lane in self.lanes:
+            lane.watchers.remove(self._watch)
+            _wait(lane)
+        return [
             Span(
                 f"{lane.name} {lane.device}",
                 kind,
@@ -58,7 +71,6 @@ class Timeline(StepHook):
             )
             for lane, kind, start, end in self._pieces
         ]
-        self._lanes, self._pieces = (), []
 
     def _watch(self, lane: Lane, kind: str) -> Callable[[], None]:
         start = _Moment(lane)

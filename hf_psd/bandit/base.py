@@ -64,7 +64,7 @@ class BaseSelector(Generic[TableT]):
     ) -> None:
         if reward not in REWARDS:
             raise ValueError(f"reward={reward!r}: allowed are {', '.join(map(repr, REWARDS))}.")
-        if not 0.0 < fading <= 1.0:
+        if check_number("fading", fading, 0.0, 1.0) == 0.0:
             raise ValueError(f"fading={fading}: allowed is 0 < fading <= 1.")
         if seed is not None and not isinstance(seed, int):
             raise ValueError(f"seed={seed!r}: allowed are an integer and None.")

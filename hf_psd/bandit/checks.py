@@ -39,7 +39,11 @@ def check_rate(reward: float) -> float:
 
 def check_number(label: str, value: Any, least: float, most: float = math.inf) -> float:
     """Return `value` as a float if it is finite and lies in [least, most]."""
-    if not least <= value <= most or value == math.inf:
+    try:
+        inside = least <= value <= most and value != math.inf
+    except TypeError:
+        inside = False
+    if not inside:
         raise ValueError(f"{label}={value!r}: allowed is a finite number from {least:g} to {most:g}.")
     return float(value)
 

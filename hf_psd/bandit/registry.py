@@ -39,14 +39,19 @@ def make(name: str, n_arms: int, seed: int | None = None, **options: Any) -> Bas
     """A new selector with a state of its own.
 
     Args:
-        name: one of `names()`, also with options in JSON: "sw_ucb:window=100,min_dwell=4".
+        name: one of `names()`, also with options in JSON: "sw_ucb:window=100,switch_cost=[0,0.1]".
         n_arms, seed, options: see `BaseSelector` and the selector's class.
 
     Raises:
         ValueError: an unknown name or option, or an option out of range.
     """
     name, _, written = name.partition(":")
-    options = _read(written) | options
+    own = _read(written)
+    if both := own.keys() & options.keys():
+        raise ValueError(
+            f"selector {name!r} is given {', '.join(sorted(both))} twice, by its options and beside them."
+        )
+    options = own | options
     kind = SELECTORS.get(name)
     if kind is None:
         raise ValueError(f"selector {name!r} is unknown; allowed are {', '.join(SELECTORS)}.")
@@ -87,11 +92,23 @@ def resolve(spec: Any, n_arms: int, seed: int | None = None, **options: Any) -> 
 
 
 def _read(written: str) -> dict[str, Any]:
-    pairs = [option.partition("=") for option in written.split(",") if option]
-    try:
-        return {key: json.loads(value) for key, _, value in pairs}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"selector options {written!r}: allowed is name=value,name=value, values in JSON.") from error
+    options: dict[str, Any] = {}
+    rest = written.strip()
+    while rest:
+        name, _, rest = rest.partition("=")
+        name = name.strip()
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest := rest.lstrip())
+            rest = rest[end:].lstrip()
+            if name in options or rest[:1] not in ("", ","):
+                raise ValueError
+            options[name] = value
+        except ValueError as error:
+            raise ValueError(
+                f"selector options {written!r}: allowed is name=value,name=value, each name once, values in JSON."
+            ) from error
+        rest = rest[1:].lstrip()
+    return options
 
 
 def _options(kind: type[BaseSelector[Any]]) -> list[str]:

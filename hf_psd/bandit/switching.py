@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .checks import check_integer, check_number
 
@@ -24,6 +24,8 @@ class Switching:
     def set_costs(self, cost: float | Sequence[float]) -> None:
         """One number for all arms, or one per arm."""
         n_arms = len(self.costs)
+        if isinstance(cost, str) or not isinstance(cost, (int, float, Iterable)):
+            raise ValueError(f"switch_cost={cost!r}: allowed is a number, or one per arm.")
         costs = [cost] * n_arms if isinstance(cost, (int, float)) else list(cost)
         if len(costs) != n_arms:
             raise ValueError(f"{len(costs)} switching costs for {n_arms} arms.")

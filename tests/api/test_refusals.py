@@ -101,14 +101,19 @@ PSD = {
     "gamma text": (dict(gamma="4"), ValueError, "gamma must be an int >= 1 or \"auto\", got '4'"),
     "selector options": (dict(selector="ucb1:c"), ValueError, "selector options 'c': allowed is name=value"),
     "selector option": (dict(selector="ucb1:cc=1"), ValueError, "selector 'ucb1' has no option cc; allowed are c"),
+    "options of composite": (dict(selector="composite:window=3"), ValueError, "'composite' takes no options"),
+    "reward as an option": (dict(selector='ucb1:reward="goodput"'), ValueError, "given reward twice"),
     "another reward": (
         dict(selector=hf_psd.bandit.make("ucb1", 1, reward="goodput")),
         ValueError,
         "made with reward='goodput', but the call has reward='acceptance'",
     ),
     "too few tags": (dict(selector="ucb1", context=["a", "b"]), ValueError, "context must be a tag or 4 tags"),
+    "tags of no kind": (dict(selector="ucb1", context=3), ValueError, "context must be a tag or 4 tags.*got 3"),
     "seed": (dict(seed=2**64), ValueError, "seed must fit 64 bits"),
     "seed type": (dict(seed="a"), ValueError, "seed must fit 64 bits, got 'a'"),
+    "seed True": (dict(seed=True), ValueError, "seed must fit 64 bits, got True"),
+    "request ids of no kind": (dict(request_ids=3), ValueError, "request_ids must be 4 ints.*got 3"),
     "too few request ids": (dict(request_ids=[1, 2]), ValueError, "request_ids must be 4 ints"),
     "negative request id": (dict(request_ids=[1, 2, 3, -1]), ValueError, "request_ids must be 4 ints"),
     "request id twice": (dict(request_ids=[1, 2, 3, 1]), ValueError, "request_ids must be 4 ints.*no two alike"),
@@ -128,6 +133,7 @@ def test_psd_settings(name):
 
 def test_hooks_must_be_hooks():
     refused(TypeError, "psd_hooks takes StepHook objects, got str", psd=True, psd_hooks=["progress"])
+    refused(TypeError, "psd_hooks must be a list.*got StepHook", psd=True, psd_hooks=hf_psd.StepHook())
 
 
 class Static:

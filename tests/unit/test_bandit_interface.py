@@ -97,6 +97,14 @@ def test_bad_calls_are_refused(call, message):
         ("ucb2", {}, "allowed are ucb1"),
         ("ucb1", {"window": 3}, "no option window; allowed are c, reward"),
         ("ucb1", {"c": -1.0}, "c=-1.0"),
+        ("ucb1", {"hysteresis": "a"}, "hysteresis='a'"),
+        ("ucb1", {"fading": "a"}, "fading='a'"),
+        ("ucb1", {"switch_cost": "a"}, "switch_cost='a'"),
+        ("ucb1", {"switch_cost": None}, "switch_cost=None"),
+        ("ucb1:c=1,c=2", {}, "each name once"),
+        ("ucb1:c=1 min_dwell=2", {}, "allowed is name=value"),
+        ("ucb1:switch_cost=[0,1", {}, "allowed is name=value"),
+        ('ucb1:reward="goodput"', {"reward": "acceptance"}, "given reward twice"),
         ("ucb1", {"n_arms": 0}, "n_arms=0"),
         ("ucb1", {"n_arms": True}, "n_arms=True"),
         ("ucb1", {"seed": "x"}, "seed='x'"),
@@ -115,6 +123,13 @@ def test_bad_calls_are_refused(call, message):
 def test_bad_options_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         bandit.make(name, **{"n_arms": 2, "seed": 0, **options})
+
+
+def test_options_in_a_name_are_json_with_lists_and_spaces():
+    selector = bandit.make('sw_ucb: window = 9, switch_cost=[0, 0.5],reward="goodput" ', n_arms=2)
+    expected = bandit.make("sw_ucb", n_arms=2, window=9, switch_cost=[0, 0.5], reward="goodput")
+    assert selector.options() == expected.options() and selector.reward == "goodput"
+    assert selector.state_dict()["switch_cost"] == expected.state_dict()["switch_cost"]
 
 
 @pytest.mark.parametrize("name", ["ucb1", "sw_ucb", "d_ucb", "imed"])

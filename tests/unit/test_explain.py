@@ -74,3 +74,49 @@ def test_the_command_loads_local_folders_and_prints_the_table(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "target on cpu" in printed and "choice" in printed
     assert printed.count("tokens a round") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"batch_sizes": [0]}, "batch_sizes"),
+        ({"batch_sizes": [2, 1.5]}, "batch_sizes"),
+        ({"batch_sizes": 8}, "batch_sizes"),
+        ({"batch_sizes": []}, "batch_sizes"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": "many"}, "max_new_tokens"),
+        ({"input_ids": [[4, 5]]}, "input_ids"),
+        ({"input_ids": torch.tensor([4, 5])}, "input_ids"),
+        ({"input_ids": torch.empty(0, 4, dtype=torch.long)}, "input_ids"),
+        ({"attention_mask": torch.ones(1, 6)}, "attention_mask"),
+        ({"psd": {"context": ["a", "b"]}}, "context"),
+        ({"psd": {"context": 3}}, "context"),
+        ({"psd_hooks": [hf_psd.Timeline()]}, "psd_hooks"),
+        ({"streamer": object()}, "streamer"),
+        ({"past_key_values": object()}, "past_key_values"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_before_any_forward(arguments, named, monkeypatch):
+    target = tiny(0)
+    monkeypatch.setattr(target, "forward", lambda *_, **__: pytest.fail("a forward ran"))
+    with pytest.raises(ValueError, match=f"psd: .*{named}"):
+        hf_psd.explain(target, **{"input_ids": ids_of(3), "pad_token_id": 0} | arguments)
+
+
+def test_what_is_given_per_row_follows_the_rows():
+    target, ids = tiny(0), ids_of(2)
+    psd = {"context": ["a", "b"], "request_ids": [7, 8], "selector": "ucb1"}
+    explanation = hf_psd.explain(
+        target, [tiny(1)], psd=psd, input_ids=ids, attention_mask=None, batch_sizes=[1, 3], pad_token_id=0
+    )
+    assert [each.rows for each in explanation.figures] == [1, 3]
+
+
+@pytest.mark.parametrize("option", ["--batch", "--gamma", "--max-new-tokens"])
+def test_the_command_refuses_numbers_below_one(option, capsys):
+    from hf_psd.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["explain", "--target", "nowhere", option, "0"])
+    assert option in capsys.readouterr().err

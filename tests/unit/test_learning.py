@@ -12,6 +12,7 @@ from hf_psd.config import PSDConfig
 from hf_psd.learning import BanditSelector
 from hf_psd.phases import Phase, Request
 from hf_psd.selection import Arm, Feedback
+from hf_psd.testing.toys import FullDepth
 
 ARMS = [Arm(0, "a", True), Arm(1, "b", True)]
 ARGUMENTS = P4() | GREEDY | dict(max_new_tokens=24)
@@ -81,6 +82,30 @@ def test_requests_that_leave_take_their_pulls_along(settings):
     assert sum(chooser.bandit.stats()["in_flight"]) == 1
     chooser.end()
     assert sum(chooser.bandit.stats()["pulls"]) == 0
+
+
+def test_a_long_queue_leaves_nothing_of_requests_that_are_over():
+    chooser = selector("hedge", per_request=True)
+    for index in range(20):
+        row = Request(index, 0, 0, 10, 100)
+        chooser.plan([row], ARMS, 4)
+        chooser.launched([row])
+        chooser.feedback([Feedback(row, 0, 4, 3)])
+        chooser.forget(index)
+    assert not chooser.bandit.contexts and not chooser._hindsight._pools
+
+
+def test_a_class_with_plan_and_feedback_is_made_anew_for_each_call():
+    class Counting(FullDepth):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            Counting.made += 1
+
+    for _ in range(2):
+        shared("llama").generate(**ARGUMENTS, assistant_models=[shared("llama", 11)], psd=dict(selector=Counting))
+    assert Counting.made == 2
 
 
 def test_rows_without_room_are_no_part_of_a_pull():

@@ -159,3 +159,26 @@ def test_the_first_call_tries_both_ways_of_decoding():
         max_new_tokens=40, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     assert set(hf_psd.last_stats().forwards_by_mode) == {"ar", "sd"}
+
+
+def test_what_is_kept_of_drafters_that_come_and_go_is_bounded():
+    from hf_psd.pacing import _MOST_PROFILES, _profiles, profile_of
+
+    target = tiny(0)
+    first = profile_of(target, "first")
+    for number in range(3 * _MOST_PROFILES):
+        profile_of(target, number)
+        assert profile_of(target, "first") is first, "it is in use"
+    assert len(_profiles[target]) == _MOST_PROFILES
+
+
+def test_a_new_drafter_does_not_inherit_the_times_of_one_that_is_gone():
+    from hf_psd.drafters.model import ModelDrafter
+    from hf_psd.engine import _identity
+
+    assert _identity(ModelDrafter(target := tiny(0), 0)) == _identity(ModelDrafter(target, 0))
+    drafter = tiny(1)
+    old = _identity(ModelDrafter(drafter, 0))
+    del drafter
+    others = [tiny(1) for _ in range(4)]
+    assert old not in [_identity(ModelDrafter(other, 0)) for other in others]

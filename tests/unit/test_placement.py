@@ -90,3 +90,40 @@ def test_a_target_is_spread_by_accelerate(monkeypatch):
     placement = hf_psd.place(target)
     assert placement.spread and len(set(seen.values())) > 1
     assert set(seen.values()) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"target": None}, TypeError, "target"),
+        ({"drafters": tiny(1)}, TypeError, "drafters"),
+        ({"drafters": "prompt_lookup"}, TypeError, "drafters"),
+        ({"drafters": [3]}, TypeError, r"drafters\[0\]"),
+        ({"devices": None}, TypeError, "devices"),
+        ({"devices": "warp"}, ValueError, "warp"),
+        ({"devices": [-1]}, ValueError, "-1"),
+        ({"devices": [1.5]}, ValueError, "1.5"),
+        ({"devices": "meta"}, ValueError, "lost"),
+        ({"devices": "cpu", "max_memory": {"cuda:7": "1GiB"}}, ValueError, "cuda:7"),
+        ({"devices": "cpu", "max_memory": {"cpu": -1}}, ValueError, "cpu"),
+        ({"devices": "cpu", "max_memory": {"cpu": float("nan")}}, ValueError, "cpu"),
+        ({"devices": "cpu", "max_memory": ["1GiB"]}, TypeError, "max_memory"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_and_stays(arguments, error, named, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("moved"))
+    with pytest.raises(error, match=named):
+        hf_psd.place(**{"target": tiny(0)} | arguments)
+
+
+def test_models_inside_wrappers_and_drafters_are_placed_and_each_counts_once(monkeypatch):
+    peft = pytest.importorskip("peft")
+    from hf_psd.drafters.model import ModelDrafter
+
+    target, held = tiny(0), tiny(1)
+    adapted = peft.get_peft_model(tiny(2), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    moved = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(model))
+    drafters = [target, adapted, ModelDrafter(held, 2), held, "prompt_lookup"]
+    placement = hf_psd.place(target, drafters, devices=["cpu", "cpu"], max_memory={"cpu": 1e9})
+    assert moved == [target, adapted.get_base_model(), held] and placement.drafters == ["cpu", "cpu"]

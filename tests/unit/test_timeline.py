@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from hf_psd.hooks import StepHook
 from hf_psd.timeline import Span, Timeline, idle_share, merged, overlap_share
 
 from test_pacing import tiny  # isort: skip
@@ -35,6 +36,51 @@ def test_spans_are_recorded_only_while_a_timeline_is_there():
     before = list(timeline.spans)
     target.generate(ids, psd=True, **settings)
     assert timeline.spans == before
+
+
+def test_several_timelines_record_the_same_call():
+    target, timelines, lanes = tiny(0), [Timeline(), Timeline()], Lanes()
+    ids = torch.randint(3, 60, (2, 5))
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "pad_token_id": 0}
+    target.generate(ids, psd=True, psd_hooks=[*timelines, timelines[0], lanes], **settings)
+    first, second = ([span.kind for span in timeline.spans] for timeline in timelines)
+    assert first == second and "verify" in first
+    assert not any(lane.watchers for lane in lanes.seen)
+
+
+class CallsAgain(StepHook):
+    """Decodes once more in the middle of a call."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def after_verify(self, context):
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+
+
+def test_a_timeline_of_a_call_within_a_call_leaves_nothing_behind():
+    target, timeline = tiny(0), Timeline()
+    ids = torch.randint(3, 60, (1, 5))
+    settings = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "psd": True}
+    inner = []
+
+    def call():
+        target.generate(ids, psd_hooks=[timeline], max_new_tokens=2, **settings)
+        inner.extend(timeline.spans)
+
+    lanes = Lanes()
+    target.generate(ids, psd_hooks=[timeline, CallsAgain(call), lanes], max_new_tokens=9, **settings)
+    assert len(timeline.spans) > len(inner) > 0
+    assert not any(lane.watchers for lane in lanes.seen)
+
+
+class Lanes(StepHook):
+    """Keeps the lanes of a call."""
+
+    def on_end(self, context):
+        self.seen = context.lanes
 
 
 @pytest.mark.parametrize(
