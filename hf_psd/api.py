@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .arguments import (
+    foreign_vocabularies,
     left_padding,
     refuse_arguments,
     refuse_generation_config,
@@ -163,6 +164,7 @@ def _decode(
         keep_scores=bool(as_dict and (generation_config.output_scores or generation_config.output_logits)),
         cache=cache if psd_ask.cache_given else read,
     )
+    call.stats.notes += foreign_vocabularies(model, psd_ask.drafters)
     remember(call.stats)
     call.full_information = bool(getattr(selector, "full_information", False))
     models = [model, *(drafter.model for drafter in psd_ask.drafters if isinstance(drafter, ModelDrafter))]

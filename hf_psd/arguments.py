@@ -18,7 +18,7 @@ from .drafters.prompt_lookup import PromptLookup
 from .drafters.retokenized import RetokenizedDrafter
 from .drafters.shared_vocabulary import SharedVocabularyDrafter
 from .images import media_inputs, refuse_media
-from .runner import input_embedding
+from .runner import input_embedding, output_vocab_size
 from .support import check_supported
 from .turns import cache_of, check_cache
 
@@ -276,3 +276,17 @@ def take_stop_strings(target: PreTrainedModel, kwargs: dict[str, Any]) -> Iterat
     finally:
         if stripped is not None and target.generation_config is stripped:
             target.generation_config = default
+
+
+def foreign_vocabularies(target: PreTrainedModel, drafters: Sequence[Drafter]) -> list[str]:
+    """Remarks on drafters whose vocabulary is so much smaller or larger than the target's that ids may mean others."""
+    remarks, ours = [], output_vocab_size(target)
+    for drafter in drafters:
+        model = drafter.model if type(drafter) is ModelDrafter else None
+        theirs = ours if model is None else output_vocab_size(model)
+        if max(ours, theirs) > 2 * min(ours, theirs):
+            remarks.append(
+                f"drafter {drafter.name} has {theirs} token ids, the target {ours}: if its tokenizer differs, pass "
+                "tokenizer= and assistant_tokenizers=."
+            )
+    return remarks

@@ -30,7 +30,10 @@ def main(arguments: list[str] | None = None) -> int | None:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    try:
+        return parsed.run(parsed)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"hf-psd: error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ class Explanation:
         header = f"{'rows':>5} {'D':>8} {'V':>8} {'plain':>8} {'tokens':>7}"
         header += "".join(f"{mode:>9}" for mode in MODES) + f" {'overlap':>8}  choice"
         units = f"{'':>5} {'ms':>8} {'ms':>8} {'ms':>8} {'a round':>7}" + f"{'tok/s':>9}" * len(MODES)
-        lines = [*(f"{name}: {place}" for name, place in self.placement.items()), header, units]
+        legend = "D: drafting for all rows, V: verifying the drafts, plain: a forward without; tokens a round: per row"
+        lines = [*(f"{name}: {place}" for name, place in self.placement.items()), legend, header, units]
         for each in self.figures:
             rates = "".join(
                 f"{each.predicted[mode]:9.1f}" if mode in each.predicted else f"{'-':>9}" for mode in MODES
@@ -103,7 +104,9 @@ def explain(
     """
     config = PSDConfig.resolve(psd)
     arguments = dict(generate_kwargs)
-    ids, mask = _prompts(arguments)
+    defaults = getattr(model, "generation_config", None)
+    pad_id, ends = (arguments.get(name, getattr(defaults, name, None)) for name in ("pad_token_id", "eos_token_id"))
+    ids, mask = _prompts(arguments, pad_id, ends)
     batches = _batches(batch_sizes, ids.shape[0])
     given = arguments.pop("max_new_tokens", None)
     wanted = 128 if given is None else _positive("max_new_tokens", given)
@@ -125,10 +128,16 @@ def explain(
     stats = last_stats()
     assert stats is not None
     notes = [] if parallel else ["psd: two groups cannot overlap on the CPU alone, so that mode was not run"]
+    if any(each.plain > 1.5 * each.verify for each in figures):
+        notes.append(
+            "a plain forward took longer than a verification: these times are noise; repeat on an idle machine"
+        )
     return Explanation(figures, stats.placement, [*notes, *stats.notes, *stats.errors])
 
 
-def _prompts(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _prompts(
+    arguments: dict[str, Any], pad_token_id: int | None, eos_token_id: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes [B, P] ids and mask out of the arguments."""
     given = [arguments.pop(name, None) for name in ("input_ids", "inputs")]
     ids = next((each for each in given if each is not None), None)
@@ -137,7 +146,10 @@ def _prompts(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
         raise ValueError(f"psd: input_ids must be a tensor [B, P] of ids, got {_shape(ids)}.")
     mask = arguments.pop("attention_mask", None)
-    mask = torch.ones_like(ids) if mask is None else mask
+    if mask is None:
+        pad, ends = pad_token_id, eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id]
+        known = pad is not None and pad not in ends  # as in `generate`: an end token used as padding cannot be told
+        mask = ids.ne(pad).long() if known else torch.ones_like(ids)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         raise ValueError(f"psd: attention_mask must be {list(ids.shape)} like input_ids, got {_shape(mask)}.")
     return ids, mask

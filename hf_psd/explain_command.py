@@ -15,7 +15,7 @@ _PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
+    parser.add_argument("--target", required=True, help="folder or Hub name of the target, with its tokenizer")
     parser.add_argument("--drafter", action="append", default=[], help="the same of a drafter; may be repeated")
     parser.add_argument("--prompt", action="append", help="a text to measure acceptance on; may be repeated")
     parser.add_argument("--batch", type=positive, nargs="+", help="batch sizes (default: number of prompts)")

@@ -224,6 +224,7 @@ class StepLoop:
             context.source.append(packet.source if packet.drafted else None)
             context.reviews.append(packet.reviews)
         context.seconds = self.clock.lap(verification.step, verification.requests, self.ring.landed)
+        self.roster.count()
         if context.requests:
             self.settle(context)
             self.tell("on_commit", context)

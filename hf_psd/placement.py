@@ -102,7 +102,8 @@ def decide(
         room[place] -= size
         places.append(place)
         if not apart:
-            reasons.append(f"drafter {number} shares {place} with the target: no other device has room for it")
+            why = "no other device was given" if len(devices) == 1 else "no other device has room for it"
+            reasons.append(f"drafter {number} shares {place} with the target: {why}")
     return Decision(homes, places, reasons)
 
 

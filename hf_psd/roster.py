@@ -170,14 +170,18 @@ class Roster:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
 
+    def count(self) -> None:
+        """Brings the statistics of forwards up to date."""
+        for drafter, counts in zip(self.drafters, self.stats.by_drafter):
+            counts.forwards, counts.review_forwards = drafter.forwards, drafter.review_forwards
+            counts.catch_up_forwards = drafter.catch_up_forwards
+        self.stats.draft_forwards = sum(drafter.forwards for drafter in self.drafters)
+
     def finish(self) -> None:
         """Ends the call for every drafter, also after an error."""
         for lane in self.lanes.values():
             lane.finish()
-        for drafter, counts in zip(self.drafters, self.stats.by_drafter):
-            counts.forwards, counts.review_forwards = drafter.forwards, drafter.review_forwards
-            counts.catch_up_forwards = drafter.catch_up_forwards
-            self.stats.draft_forwards += drafter.forwards
+        self.count()
         for key, drafter in enumerate(self.drafters):
             with self._retiring(key):
                 drafter.end()

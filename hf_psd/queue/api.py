@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import PSDConfig
 from ..hooks import StepHook
 from .manager import ContinuousBatchingManager
 from .results import Result
+from .settings import prompt_of
 
 
 def generate_batch(
@@ -55,6 +57,11 @@ def generate_batch(
     Raises:
         ValueError, TypeError: for what cannot be honoured, before any forward of the given models.
     """
+    if isinstance(inputs, torch.Tensor) and inputs.dim() > 1:
+        raise ValueError("psd: inputs must be a list of prompts without padding, not a padded tensor.")
+    if isinstance(inputs, (str, torch.Tensor)) or not isinstance(inputs, Sequence):
+        raise TypeError(f"psd: inputs must be a list of prompts, each one of token ids, got {type(inputs).__name__}.")
+    prompts = [prompt_of(prompt, f"inputs[{number}]") for number, prompt in enumerate(inputs)]
     if requests is not None and len(requests) != len(inputs):
         raise ValueError(f"psd: requests must have one mapping per prompt: {len(inputs)}, got {len(requests)}.")
     chunk: dict[str, Any] = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
@@ -62,10 +69,10 @@ def generate_batch(
         model, assistant_models, generation_config, psd, psd_hooks, max_batch_size=max_batch_size,
         block_size=block_size, kv_memory=kv_memory, return_logprobs=return_logprobs, **chunk, **kwargs,
     )  # fmt: skip
-    for number, prompt in enumerate(inputs):
+    for number, prompt in enumerate(prompts):
         own = {} if requests is None else dict(requests[number])
         manager.add_request(prompt, record_timestamps=record_timestamps, **own)
-    if not inputs:
+    if not prompts:
         return {}
     with _bar(len(inputs), progress_bar) as bar:
         return {result.request_id: result for result in manager.run_to_end(bar.update if bar else None)}

@@ -22,7 +22,7 @@ from .engine import QueueEngine
 from .mailbox import Mailbox
 from .metrics import QueueStats, prometheus
 from .results import Result
-from .settings import SettingsDesk
+from .settings import SettingsDesk, prompt_of
 from .sizes import CHUNK, Sizes, measure
 from .ticket import Ticket
 from .worker import Worker
@@ -140,7 +140,7 @@ class ContinuousBatchingManager:
             ValueError, TypeError: for what `generate` would refuse, and for a request that could never run.
             RuntimeError: the queue is stopping, or has failed.
         """
-        prompt = [int(token) for token in (input_ids.flatten() if isinstance(input_ids, torch.Tensor) else input_ids)]
+        prompt = prompt_of(input_ids)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         if eos_token_id is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,3 +193,22 @@ def _frozen(arguments: Mapping[str, Any]) -> Hashable | None:
         else:
             return None
     return tuple(items)
+
+
+def prompt_of(ids: Any, name: str = "input_ids") -> list[int]:
+    """A prompt's token ids, given as a sequence of ints or a tensor [P] or [1, P].
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if isinstance(ids, torch.Tensor):
+        if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
+            raise ValueError(f"psd: {name} must be one prompt [P], got {list(ids.shape)}; add prompts one by one.")
+        ids = ids.flatten().tolist()
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise TypeError(f"psd: {name} must be a list of token ids, got {type(ids).__name__}; tokenize texts first.")
+    ids = list(ids)
+    for token in ids:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise TypeError(f"psd: {name} must hold token ids, got {token!r}; tokenize texts first.")
+    return [operator.index(token) for token in ids]

@@ -228,7 +228,7 @@ GATES: dict[str, Gate] = {
     "gamma-auto": Gate(
         136, MAIN, lambda: [near(), wrong()], dict(AUTO, per_request=True), lambda: "thompson", tokens=6
     ),
-    "queue": Gate(137, MAIN, lambda: [near()], dict(TWO_GROUPS, gamma=2, max_batch_size=384), tokens=4, queued=True),
+    "queue": Gate(138, MAIN, lambda: [near()], dict(TWO_GROUPS, gamma=2, max_batch_size=384), tokens=4, queued=True),
 }
 """Gates by name, each with its published seed."""
 

@@ -187,3 +187,19 @@ def test_no_prompts():
 def test_progress_bar(capsys):
     hf_psd.generate_batch(target(), PROMPTS, ["prompt_lookup"], max_new_tokens=2, progress_bar=True, **SMALL)
     assert "6/6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "says"),
+    [
+        (["abc"], TypeError, r"inputs\[0\].*tokenize"),
+        ([["a", "b"]], TypeError, r"inputs\[0\].*tokenize"),
+        (torch.tensor([[1, 5], [3, 4]]), ValueError, "padded tensor"),
+        ([torch.tensor([[1, 5], [3, 4]])], ValueError, r"inputs\[0\] must be one prompt"),
+        ([1, 5, 6], TypeError, r"inputs\[0\] must be a list of token ids, got int"),
+        ("abc", TypeError, "list of prompts"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_one_line(inputs, error, says):
+    with pytest.raises(error, match=f"^psd: .*{says}"):
+        hf_psd.generate_batch(target(), inputs, max_new_tokens=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_the_command_loads_local_folders_and_prints_the_table(tmp_path, capsys):
     main(["explain", "--target", folder, "--drafter", folder, "--prompt", "Write a poem", "--batch", "1", "2"])
     printed = capsys.readouterr().out
     assert "target on cpu" in printed and "choice" in printed
-    assert printed.count("tokens a round") == 2
+    assert printed.count(" tokens a round ") == 2
 
 
 @pytest.mark.parametrize(
@@ -120,3 +121,33 @@ def test_the_command_refuses_numbers_below_one(option, capsys):
     with pytest.raises(SystemExit):
         main(["explain", "--target", "nowhere", option, "0"])
     assert option in capsys.readouterr().err
+
+
+def test_padding_is_told_from_text_as_in_generate():
+    target = tiny(0)
+    ids = ids_of(2)
+    ids[0, :3] = 0
+    seen = []
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    hf_psd.explain(target, [tiny(1)], input_ids=ids, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert seen[0].max(1).values.tolist() == [1, 4]  # the prompts' last token is fed with the first verification
+
+
+def test_times_that_cannot_be_are_said_to_be_noise(monkeypatch):
+    module = importlib.import_module("hf_psd.explain")
+    slow = {"ar": spans("verify", 0, 90, 90, 9), "sd": spans("draft", 0, 1, 20, 9) + spans("verify", 1, 10, 20, 9)}
+    monkeypatch.setattr(module, "_run", lambda model, drafters, config, batch: _Run(slow[config.mode], 1.5))
+    target = tiny(0)
+    target.generate(ids_of(1), psd=True, max_new_tokens=2, pad_token_id=0)
+    assert "noise" in str(hf_psd.explain(target, [tiny(1)], input_ids=ids_of(2), pad_token_id=0))
+
+
+@pytest.mark.parametrize("options", [["--target", "/nowhere"], ["--target", "/nowhere", "--gamma", "0"]])
+def test_the_command_ends_with_one_line_where_it_cannot_go_on(options, capsys):
+    from hf_psd.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *options])
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("hf-psd: error: ")
