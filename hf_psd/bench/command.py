@@ -22,6 +22,7 @@ import torch
 
 from .points import all_points, choose
 from .profiles import METHODS, PROFILES, Settings, override, quick
+from .refusals import refuse
 from .report import markdown
 from .rows import Results
 from .session import Session
@@ -80,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Measures, prints every row, writes JSON, report and pictures."""
-    settings = resolve(parsed)
     try:
+        settings = resolve(parsed)
         points = choose(all_points(settings), parsed.only, parsed.points)
     except ValueError as error:
         raise SystemExit(f"hf-psd bench: {error}") from None
@@ -109,7 +110,11 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def resolve(parsed: argparse.Namespace) -> Settings:
-    """The settings that the options ask for."""
+    """The settings that the options ask for.
+
+    Raises:
+        ValueError: a setting that cannot be measured.
+    """
     profile = parsed.profile or ("llama-8b" if torch.cuda.is_available() else "tiny")
     settings = PROFILES[profile]
     if parsed.quick:
@@ -120,7 +125,9 @@ def resolve(parsed: argparse.Namespace) -> Settings:
     if parsed.sampling:
         values["sampling"] = [kind == "sampled" for kind in ("greedy", "sampled") if parsed.sampling in (kind, "both")]
     values |= {"profile": None, "psd": [_setting(text) for text in parsed.psd] or None}
-    return override(settings, **values)
+    settings = override(settings, **values)
+    refuse(settings)
+    return settings
 
 
 def draw(results: Results) -> None:

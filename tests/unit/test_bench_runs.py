@@ -22,6 +22,7 @@ from hf_psd.bench.lab import Lab
 from hf_psd.bench.measure import Measurement, fill_costs
 from hf_psd.bench.points import Point
 from hf_psd.bench.profiles import PROFILES
+from hf_psd.bench.refusals import refuse
 from hf_psd.bench.replicas import ReplicaPool, merge, serve
 from hf_psd.bench.rows import Results, row_for
 from hf_psd.bench.session import Session
@@ -293,6 +294,40 @@ def test_a_second_drafter_changes_nothing(monkeypatch):
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(SystemExit, match="cuda:9 is asked for"):
         main(["bench", "--device", "cuda:9", "--profile", "tiny"])
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ("--batches 2 0", "--batches"),
+        ("--devices 2 --batches -1", "--batches"),
+        ("--gamma 0", "--gamma"),
+        ("--new-tokens 0", "--new-tokens"),
+        ("--repeat 0", "--repeat"),
+        ("--warm-ups -1", "--warm-ups"),
+        ("--temperature 0", "--temperature"),
+        ("--agreement 1.5", "--agreement"),
+        ("--dtype int7", "--dtype"),
+        ("--target nowhere", "nowhere"),
+        ("--drafters tiny-drafter elsewhere", "elsewhere"),
+        ("--prompts nowhere.txt --tokenizer here", "nowhere.txt"),
+        ("--device mars", "mars"),
+        ("--psd mode=sd", "--psd mode"),
+        ("--psd seed=1 gamma=3", "--psd gamma"),
+        ("--psd gama=3", "gama"),
+        ("--psd nonsense", "nonsense"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_built(options, named, tmp_path):
+    file = tmp_path / "r.json"
+    with pytest.raises(SystemExit, match=f"hf-psd bench: .*{named}"):
+        main(["bench", "--profile", "tiny", "--list", "--json", str(file), *options.split()])
+    assert not file.exists()
+
+
+def test_every_profile_can_be_measured():
+    for settings in PROFILES.values():
+        refuse(settings)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from hf_psd.hooks import StepContext
+from hf_psd.hooks import StepContext, StepHook
 from hf_psd.pacing import Pacer, Profile
 from hf_psd.phases import BatchManager, Request
 
@@ -182,3 +182,55 @@ def test_a_new_drafter_does_not_inherit_the_times_of_one_that_is_gone():
     del drafter
     others = [tiny(1) for _ in range(4)]
     assert old not in [_identity(ModelDrafter(other, 0)) for other in others]
+
+
+@pytest.mark.parametrize("selector", ["composite", "hedge:review_every=1", "thompson"])
+def test_modes_may_change_at_any_step(selector, monkeypatch):
+    """Whatever the pacer does, two groups included: texts are plain `generate`'s and the counts add up."""
+    import random
+
+    import hf_psd
+    from hf_psd import engine
+
+    class Restless(Pacer):
+        def _decide(self):
+            return random.choice(self.modes), "", random.choice([0, 1, 2, 5])
+
+    class Drawn(StepHook):
+        """Drafts under way, per request: each verification gets what was drawn for it, and nothing older."""
+
+        def __init__(self):
+            self.drawn, self.verifying = {}, {}
+
+        def after_draft(self, context):
+            counts = (context.drafts >= 0).sum(1).tolist()
+            self.drawn.update((request.index, count) for request, count in zip(context.requests, counts))
+
+        def after_verify(self, context):
+            for request in context.requests:
+                self.verifying.setdefault(request.index, []).append(self.drawn.pop(request.index, 0))
+
+        def on_commit(self, context):
+            for request, drafted in zip(context.requests, context.drafted):
+                assert drafted <= self.verifying[request.index].pop(0)
+
+    monkeypatch.setattr(engine.Engine, "_pacer", lambda *_: Restless(Profile(), ("psd", "sd", "ar")))
+    target = tiny(0, 2)
+    models = [copy.deepcopy(target), "prompt_lookup", tiny(5)]
+    for trial in range(6):
+        random.seed(trial)
+        ids = torch.randint(3, 60, (1 + trial, 4))
+        settings = {
+            "attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "eos_token_id": [5, 9] if trial % 2 else None,
+            "pad_token_id": 0, "do_sample": trial % 3 == 2, "top_k": 20,
+        }  # fmt: skip
+        psd = {"selector": selector, "verification": "coupled", "seed": trial}
+        plain = {"psd": psd | {"mode": "ar", "selector": "composite"}} if settings["do_sample"] else {}
+        expected = target.generate(ids, **plain, **settings)
+        output = target.generate(ids, assistant_models=models, psd=psd, psd_hooks=[Drawn()], **settings)
+        assert torch.equal(output, expected)
+        stats = hf_psd.last_stats()
+        assert sum(stats.forwards_by_mode.values()) == stats.target_forwards
+        assert sum(stats.drafted_at) == stats.drafted >= stats.accepted == sum(stats.accepted_at)
+        assert stats.emitted <= stats.rounds + stats.accepted
+        assert stats.selector is None or not any(stats.selector["in_flight"])
