@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import prompts
 import smollm2
 import torch
+import transformers
 from transformers.generation.streamers import BaseStreamer
 
 import hf_psd
@@ -123,7 +125,17 @@ def bench(pair: Pair, repeat: int) -> dict[str, Any]:
         print(f"ratio ({name}): {statistics.median(run['ratio'] for run in runs):.2f}")
     runs = [run for half in rows.values() for run in half]
     print(f"identical: {sum(run['identical'] for run in runs)}/{len(runs)} runs")
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "new_tokens": pair.settings, "runs": rows}
+    return {
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hf_psd": hf_psd.__version__,
+        },
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "settings": pair.settings,
+        "runs": rows,
+    }
 
 
 def main() -> None:
