@@ -84,6 +84,15 @@ def test_a_turn_away_drafts_from_the_rows_state_and_brings_ids_scores_and_failur
     assert turns.propose(drafter, 0, requests, [1, 1], packed, Session).scores.data_ptr() == buffer
 
 
+def test_lanes_wait_for_each_other_in_both_directions(monkeypatch):
+    graphs, home, waits = PlainGraphs(), Lane(CPU, "home"), []
+    monkeypatch.setattr(Lane, "follow", lambda lane, other: waits.append((lane.name, other.name)))
+    packed = pack_view(state().view(graphs.rows([2, 1])))
+    requests = [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
+    AwayTurns(graphs, home).propose(Counting(), 0, requests, [3, 2], packed, Session)
+    assert waits == [("draft", "home"), ("home", "draft")]
+
+
 def test_a_proposal_without_scores_or_failures_packs_too():
     ids, scores = pack_proposal(Proposal(torch.tensor([[3, -1]])))
     assert ids.tolist() == [[3, -1, 0]] and scores is None

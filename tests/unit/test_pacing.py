@@ -86,6 +86,12 @@ def test_new_prompts_get_their_chance_although_the_last_ones_did_not_repay_draft
     assert share(machine.call(), "sd") > 0.8
 
 
+def test_earlier_calls_count_for_little_in_a_call_of_other_prompts():
+    profile = Profile(tokens=4000.0, rounds=2000.0)
+    Pacer(profile, ("sd", "ar"))
+    assert profile.rounds <= 2 and profile.rate == 2
+
+
 def test_costly_speculation_that_keeps_losing_is_tried_in_ever_fewer_calls():
     machine = Machine({"ar": 1.0, "sd": 3.0, "psd": 9.0}, 1, modes=("sd", "ar"), late=())
     tried = ["sd" in machine.call(100) for _ in range(40)]
@@ -113,7 +119,7 @@ def test_rounds_in_which_a_graph_is_captured_are_not_timed():
             return super().__getitem__(mode)
 
     machine.seconds = Capturing(machine.seconds)
-    machine.call(300)
+    machine.call(20)  # short: old times make way for new ones
     assert all(max(times) < 100 for times in machine.profile.seconds.values())
 
 

@@ -90,6 +90,7 @@ class Lanes(StepHook):
         ([(0, 2), (4, 6)], [(2, 4), (6, 8)], 0.0),
         ([(0, 4)], [(2, 6)], 0.5),
         ([], [(2, 6)], 0.0),
+        ([(0, 10)], [(1, 3)], 1.0),
     ],
 )
 def test_overlap_is_a_share_of_the_shorter_side(draft, verify, share):
