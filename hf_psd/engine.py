@@ -119,7 +119,10 @@ class Engine(StepLoop):
             warnings.warn(f"psd: {type(error).__name__} at the end of a call that had failed: {error}", stacklevel=2)
 
     def _start(self) -> None:
-        """Reads the prompts: all but their last token, which the first verification feeds."""
+        """Reads the prompts: all but their last token, which the first verification feeds.
+
+        Drafters wait for the prompts alone, not for the target to have read them.
+        """
         call, device = self.call, self.runner.device
         batch, columns = call.prompts.shape
         max_columns = call.ledger.rules.max_columns
@@ -133,11 +136,14 @@ class Engine(StepLoop):
         vocab = self.runner.vocab_size
         reviewing = self.roster.board is not None
         session = Session(self.space, call.sampler, vocab, self.law, self.roster.warn_once, reviewing)
-        with self.lane.work("prefill"):
+        with self.lane.work():
             padding = upload(call.padding, device)
             request_ids = upload(call.request_ids, device)
             self.state.fill(call.prompts, padding, max_columns, request_ids)
             rows = Rows(range(batch), device)
+            self.roster.start(session, self.state.view(rows))
+        self.lane.mark()
+        with self.lane.work("prefill"):
             positions = torch.arange(columns, device=device) - padding[:, None]
             known = load(call.cache, self.runner, rows, padding) if call.cache is not None else 0
             prompts, positions = call.prompts[:, known:-1], positions[:, known:-1]
@@ -145,8 +151,6 @@ class Engine(StepLoop):
                 self.space.verify_graphs.feed("target", self.runner, rows.numbers, prompts, positions)
             else:
                 self.runner.feed(rows, prompts, positions, columns)
-            self.roster.start(session, self.state.view(rows))
-        self.lane.mark()
         self.manager.add(requests)
 
     def _pacer(self, apart: bool) -> Pacer:

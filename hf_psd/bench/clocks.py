@@ -32,6 +32,7 @@ class TokenClock(BaseStreamer, StepHook):
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
         self.count: dict[int, int] = {}
+        self.first_arrival = 0
         self._saw_prompt = False
 
     def start(self) -> None:
@@ -63,6 +64,7 @@ class TokenClock(BaseStreamer, StepHook):
 
     def _note(self, request: int, count: int, now: float) -> None:
         if count:
+            self.first_arrival += count if now == self.arrivals[0] else 0
             self.first.setdefault(request, now)
             self.last[request] = now
             self.count[request] = self.count.get(request, 0) + count
@@ -70,6 +72,11 @@ class TokenClock(BaseStreamer, StepHook):
     def step_ms(self) -> list[float]:
         """Time between arrivals."""
         return [1e3 * (later - sooner) for sooner, later in zip(self.arrivals, self.arrivals[1:])]
+
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first arrival: the decode steps without the prefill; None with one arrival."""
+        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
+        return (sum(self.count.values()) - self.first_arrival) / seconds if seconds > 0 else None
 
     def latencies_ms(self) -> dict[str, list[float]]:
         """Per request: `ttft` to the first token, `e2e` to the last, `tpot` per token between the two."""

@@ -120,7 +120,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 
 
 def predicted_gain(rows: Sequence[Row], batch: int, gamma: int) -> float | None:
-    """PSD over SD by the planner's rule, from drafting and verifying as timed; None where a time is missing.
+    """PSD over SD by the planner's rule, from times while all requests ran; None where one is missing.
 
     The times for n requests are those of turns at batch n, or of two groups at batch 2 n.
     """
@@ -129,8 +129,8 @@ def predicted_gain(rows: Sequence[Row], batch: int, gamma: int) -> float | None:
     for mode, share in (("psd", 2), ("sd", 1)):
         for row in rows:
             asked = row.layout == TWO and row.method == mode and row.gamma == gamma and row.good
-            if asked and row.draft_ms is not None and row.verify_ms is not None:
-                draft[row.batch // share], verify[row.batch // share] = row.draft_ms, row.verify_ms
+            if asked and row.draft_full_ms is not None and row.verify_full_ms is not None:
+                draft[row.batch // share], verify[row.batch // share] = row.draft_full_ms, row.verify_full_ms
     if not {batch, math.ceil(batch / 2)} <= draft.keys():
         return None
     return psd_gain(draft.__getitem__, verify.__getitem__, batch)

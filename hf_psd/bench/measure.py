@@ -14,7 +14,7 @@ from .clocks import TokenClock, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
-from .spans import draft_ms, steady, verify_ms
+from .spans import draft_ms, full, steady, typical_ms, verify_ms
 
 _KEPT_SPANS = 160
 
@@ -92,6 +92,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.seconds, row.first_call_seconds, row.observed_seconds = seconds, found.first, found.observed
     row.tokens_per_second = tokens / typical
     row.tokens_per_second_per_gpu = row.tokens_per_second / row.devices_used
+    row.decode_tokens_per_second = clock.decode_rate()
     row.makespan_per_request_ms = 1e3 * typical / row.batch
     row.digests = digest_rows(found.ids)
     row.mode, row.balance, row.forwards_by_mode = counts.mode, counts.balance, counts.forwards_by_mode
@@ -110,6 +111,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
             (lane, kind, round(start, 3), round(end, 3)) for lane, kind, start, end in found.spans[:_KEPT_SPANS]
         ]
         row.draft_ms, row.verify_ms = draft_ms(found.spans), verify_ms(found.spans)
+        row.draft_full_ms, row.verify_full_ms = (typical_ms(full(found.spans), kind) for kind in ("draft", "verify"))
         row.target_idle, row.target_idle_steady = idle_share(found.spans), idle_share(steady(found.spans))
         if row.draft_ms is not None:
             row.overlap, row.overlap_steady = overlap_share(found.spans), overlap_share(steady(found.spans))

@@ -47,6 +47,7 @@ class Row:
     devices_used: int
     tokens_per_second: float | None = None
     tokens_per_second_per_gpu: float | None = None
+    decode_tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
     first_call_seconds: float | None = None
     observed_seconds: float | None = None
@@ -73,6 +74,8 @@ class Row:
     floor_share: float | None = None
     draft_ms: float | None = None
     verify_ms: float | None = None
+    draft_full_ms: float | None = None
+    verify_full_ms: float | None = None
     overlap: float | None = None
     overlap_steady: float | None = None
     target_idle: float | None = None

@@ -322,6 +322,26 @@ def test_two_graphs_overlap_on_two_devices():
         assert overlap_on("cuda:1") > 0.5
 
 
+def test_the_drafter_reads_the_prompts_while_the_target_does():
+    if needs_two_devices():
+        return
+    target, drafter, timeline = wide(24, 0).cuda(), wide(2, 1).to("cuda:1"), Timeline()
+    prompts = torch.randint(3, 512, (64, 1024), device="cuda")
+    for mode in ("sd", "psd"):
+        for hooks in ([], [timeline]):
+            target.generate(
+                prompts,
+                assistant_models=[drafter],
+                psd={"mode": mode},
+                psd_hooks=hooks,
+                **GREEDY | {"max_new_tokens": 8},
+            )
+        prefill = next(span for span in timeline.spans if span.kind == "prefill")
+        draft = next(span for span in timeline.spans if span.kind == "draft")
+        print(f"{mode}: target reads {prefill}, first draft turn {draft}")
+        assert draft.start < prefill.start + (prefill.end - prefill.start) / 2
+
+
 def test_rejection_sampling_across_two_devices_follows_the_law():
     if needs_two_devices():
         return

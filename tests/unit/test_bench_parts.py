@@ -17,7 +17,7 @@ from hf_psd.bench.prompts import encode_prompts, random_prompts, read_prompts
 from hf_psd.bench.report import markdown
 from hf_psd.bench.rows import Results, Row, digest_rows, row_for
 from hf_psd.bench.session import out_of_memory
-from hf_psd.bench.spans import draft_ms, steady, verify_ms
+from hf_psd.bench.spans import draft_ms, full, steady, typical_ms, verify_ms
 from hf_psd.hooks import StepContext
 from hf_psd.phases import Request
 from hf_psd.testing.pairs import SHAPES
@@ -129,6 +129,7 @@ class TestClock:
             clock.put(torch.tensor([1, 2]))
         assert clock.latencies_ms() == {"ttft": [1000.0] * 2, "e2e": [3000.0] * 2, "tpot": [1000.0] * 2}
         assert clock.step_ms() == [1000.0, 1000.0]
+        assert clock.decode_rate() == 2.0
 
     def test_assisted_decoding_puts_several_tokens(self, monkeypatch):
         clock = ticking(monkeypatch, TokenClock(1))
@@ -145,6 +146,8 @@ class TestClock:
             context.emitted = emitted
             clock.on_commit(context)
         assert clock.latencies_ms() == {"ttft": [1000.0, 2000.0], "e2e": [2000.0, 3000.0], "tpot": [500.0, 1000.0]}
+        assert clock.decode_rate() == 2.0
+        assert TokenClock(2).decode_rate() is None
 
     def test_percentiles(self):
         assert percentiles([]) is None
@@ -173,6 +176,13 @@ class TestSpans:
         ]
         assert verify_ms(spans) == 2.5 and draft_ms(spans) == 1.5
         assert draft_ms(spans[:1]) is None and verify_ms(spans[1:3]) is None
+
+    def test_full_rounds_are_those_before_requests_end(self):
+        lengths = [9, 9, 5, 5, 5, *[1] * 80]  # starting up, all requests, a long tail
+        begins = [sum(lengths[:place]) for place in range(len(lengths))]
+        spans = [Span("a", "verify", begin, begin + length) for begin, length in zip(begins, lengths)]
+        assert [span.start for span in full(spans)] == [18, 23] and typical_ms(full(spans), "verify") == 5
+        assert typical_ms(full(spans), "draft") is None and full(spans[:2]) == []
 
 
 def row(layout="one", method="sd", batch=8, speed=100.0, sampled=False, gamma=4, **values) -> Row:
@@ -238,10 +248,10 @@ class TestComparisons:
 
     def test_the_rule_predicts_from_timed_drafts_and_verifications(self):
         rows = [
-            row("two", "sd", 8, draft_ms=6.0, verify_ms=9.0),
-            row("two", "psd", 8, draft_ms=5.0, verify_ms=6.0),
-            row("two", "sd", 16, draft_ms=8.0, verify_ms=16.0),
-            row("two", "sd", 16, draft_ms=1.0, verify_ms=1.0, gamma=2),
+            row("two", "sd", 8, draft_full_ms=6.0, verify_full_ms=9.0),
+            row("two", "psd", 8, draft_full_ms=5.0, verify_full_ms=6.0),
+            row("two", "sd", 16, draft_full_ms=8.0, verify_full_ms=16.0),
+            row("two", "sd", 16, draft_full_ms=1.0, verify_full_ms=1.0, gamma=2),
         ]
         assert predicted_gain(rows, 8, 4) == 15 / 12 and predicted_gain(rows, 16, 4) == 24 / 18
         assert predicted_gain(rows, 16, 2) is None and predicted_gain(rows, 32, 4) is None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from unittest import mock
 
+import torch
+from zoo import tiny
+
+import hf_psd  # noqa: F401
 from hf_psd.lanes import HostRing, Lane
+from hf_psd.roster import Roster
+from hf_psd.runner import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -30,3 +36,28 @@ def test_cpu_lanes_need_no_order():
         assert second.receive(tensor) is tensor
     second.finish()
     assert first.stream is None
+
+
+def test_drafters_do_not_wait_until_the_target_has_read_the_prompts():
+    target, drafter = tiny("llama"), tiny("llama", seed=1)
+    arguments = {"assistant_models": [drafter], "psd": True, "max_new_tokens": 4}
+    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    target.generate(prompts, **arguments)  # probes the models, which would be counted
+    happened: list[str] = []
+    mark, feed, ready = Lane.mark, ModelRunner.feed, Roster.start
+
+    def told(name, function):
+        def call(self, *arguments):
+            happened.append(name if not isinstance(self, Lane) else f"{self.name} {name}")
+            return function(self, *arguments)
+
+        return call
+
+    with (
+        mock.patch.object(Lane, "mark", told("marks", mark)),
+        mock.patch.object(ModelRunner, "feed", told("reads", feed)),
+        mock.patch.object(Roster, "start", told("drafters are ready", ready)),
+    ):
+        target.generate(prompts, **arguments)
+    assert happened[:3] == ["drafters are ready", "target marks", "reads"]
+    assert happened[3] != "target marks", "the first draft turn would wait for the target's prefill"
