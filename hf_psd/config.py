@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -145,6 +147,13 @@ class PSDConfig:
                 )
             return cls(**psd)
         raise TypeError(f"psd must be True, a PSDConfig or a dict of its fields, got {type(psd).__name__}.")
+
+
+def field_docs() -> dict[str, str]:
+    """What `PSDConfig`'s docstring says of each field, on one line each."""
+    attributes = inspect.getdoc(PSDConfig).partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^ {4}(\w+): ", attributes, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2])}
 
 
 def _require(name: str, value: Any, allowed: tuple[Any, ...], verb: str) -> None:

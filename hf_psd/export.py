@@ -11,11 +11,20 @@ import argparse
 import ast
 import importlib.util
 import sys
+from dataclasses import fields
 from pathlib import Path
 from string import Template
 
+from huggingface_hub import ModelCard
+
+from . import bandit
+from .config import PSDConfig, field_docs
+
 _ROOTS = {"hf_psd": "", "psd_kernels": "psd_kernels"}
 _ENTRY = "hf_psd.api"
+_TAG = "custom_generate"
+_HEADING = "# Lossless speculative decoding for whole batches"
+_MAIN_SETTINGS = ("gamma", "mode", "verification", "selector", "reward", "seed", "compile")
 _INSTALLED = {"torch", "transformers", "accelerate", "safetensors"}
 _REQUIREMENTS = "torch>=2.9\ntransformers>=5.17\n"  # transformers reads one clause a line and no markers
 _GENERATE = '''"""Lossless speculative decoding for whole batches as a generation method of transformers."""
@@ -45,10 +54,10 @@ _README = Template("""---
 library_name: transformers
 license: apache-2.0
 tags:
-- custom_generate
+- $tag
 ---
 
-# Lossless speculative decoding for whole batches
+$heading
 
 ## Description
 
@@ -68,9 +77,15 @@ Prompts are padded on the left.
 ## Additional arguments
 
 - `assistant_models` (list): causal language models, or `"prompt_lookup"`, which is also the default.
-- `psd` (dict): settings, such as `dict(gamma=4, mode="sd")`; `False` decodes plainly.
+- `psd` (dict): settings, such as `dict(gamma=4, mode="sd")`; `False` decodes plainly. See below.
 - `psd_hooks` (list): observers of the steps.
 - `assistant_tokenizers` (list, with `tokenizer`): for drafters whose token ids are not the model's.
+
+Main settings, with their defaults; a name that is not known is refused with the list of all:
+
+$settings
+
+The bandits are $bandits.
 
 ## Output type changes
 
@@ -95,16 +110,17 @@ output = model.generate(
 
 
 def export_hub(folder: str | Path) -> list[Path]:
-    """Writes the repository into `folder`; returns the files written. Other files there are left alone."""
-    from . import __version__
+    """Writes the repository into `folder`; returns the files written. Other files there are left alone.
 
+    A README.md that is there already, say of the model whose repository it is, keeps its text and gets the tag.
+    """
     folder = Path(folder)
     target = folder / "custom_generate"
     target.mkdir(parents=True, exist_ok=True)
     files = {target / f"{_flat(name)}.py": source for name, source in _modules().items()}
     files[target / "generate.py"] = _GENERATE
     files[target / "requirements.txt"] = _REQUIREMENTS
-    files[folder / "README.md"] = _README.substitute(version=__version__)
+    files[folder / "README.md"] = _card(folder / "README.md")
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     return sorted(files)
@@ -117,6 +133,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     files = export_hub(parsed.folder)
     print(f"{len(files)} files in {parsed.folder}")
+
+
+def _card(path: Path) -> str:
+    """The text of README.md: the method's card, or another one that lies there, with the tag added to its metadata."""
+    from . import __version__
+
+    if path.is_file() and _HEADING not in path.read_text(encoding="utf-8").splitlines():
+        card = ModelCard.load(path, ignore_metadata_errors=True)
+        card.data.tags = [*dict.fromkeys([*(card.data.tags or ()), _TAG])]
+        card.data.library_name = card.data.library_name or "transformers"
+        return str(card)
+    docs, defaults = field_docs(), {field.name: field.default for field in fields(PSDConfig)}
+    return _README.substitute(
+        version=__version__,
+        tag=_TAG,
+        heading=_HEADING,
+        settings="\n".join(f"- `{name}` (`{_literal(defaults[name])}`): {docs[name]}" for name in _MAIN_SETTINGS),
+        bandits=", ".join(f"`{name}`" for name in bandit.names()),
+    )
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _modules() -> dict[str, str]:

@@ -6,14 +6,18 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from zoo import GREEDY, P4, shared, tiny
 
 import hf_psd
+from hf_psd import PSDConfig, bandit
 from hf_psd.cli import main
+from hf_psd.config import field_docs
 from hf_psd.export import export_hub
 
 
@@ -143,6 +147,61 @@ def test_files(folder, tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     export_hub(tmp_path)
     assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def test_card_lists_settings_from_their_documentation(tmp_path):
+    docs = field_docs()
+    assert list(docs) == [field.name for field in fields(PSDConfig)] and all(docs.values())
+    source = " ".join(PSDConfig.__doc__.split())
+    assert all(text in source for text in docs.values())
+    export_hub(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"- `gamma` (`4`): {docs['gamma']}\n" in card and f'- `mode` (`"auto"`): {docs["mode"]}\n' in card
+    assert f"- `seed` (`None`): {docs['seed']}\n" in card and "$" not in card
+    assert all(f"`{name}`" in card for name in bandit.names())
+
+
+def test_card_of_a_model_keeps_its_text(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\nbase_model: some/model\ntags:\n- chat\n---\n\n# My model\n\nIts text.\n")
+    for _ in range(2):
+        export_hub(tmp_path)
+        data = ModelCard.load(card).data
+        assert (data.license, data.base_model, data.library_name) == ("mit", "some/model", "transformers")
+        assert data.tags == ["chat", "custom_generate"]
+        assert card.read_text().endswith("\n# My model\n\nIts text.\n")
+    card.write_text("# My model\n")
+    export_hub(tmp_path)
+    assert ModelCard.load(card).data.tags == ["custom_generate"] and card.read_text().endswith("# My model\n")
+
+
+CARD = """
+    import re, sys
+    from pathlib import Path
+    for name in ("hf_psd", "psd_kernels", "triton"):
+        sys.modules[name] = None
+    from tokenizers_of_tests import characters
+    from zoo import noisy, tiny
+
+    folder, cwd = Path(sys.argv[1]), Path(sys.argv[2])
+    (example,) = re.findall(r"```py\\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    models = {"HuggingFaceTB/SmolLM2-1.7B-Instruct": tiny("llama"), "HuggingFaceTB/SmolLM2-135M-Instruct": noisy(tiny("llama"), 0.03)}
+    for name, model in models.items():
+        place = cwd / name.split("/")[1]
+        model.save_pretrained(place)
+        characters(64).save_pretrained(place)
+        assert name in example
+        example = example.replace(name, str(place))
+    assert "path/or/name of this repository" in example
+    names = {}
+    exec(example.replace("path/or/name of this repository", str(folder)), names)
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=64)
+    assert names["output"].tolist() == plain.tolist()
+"""
+
+
+def test_example_of_the_card_runs(folder, tmp_path):
+    run(CARD, folder, tmp_path, str(tmp_path))
 
 
 def test_beside_the_installed_package(folder):
