@@ -1,4 +1,4 @@
-"""The notebook's cells, in order, on tiny saved models; as on a computer without a GPU, in float32."""
+"""The notebook's cells, in order, on tiny saved models: without a GPU in float32, and on one in half precision."""
 
 from __future__ import annotations
 
@@ -29,23 +29,38 @@ def folders(tmp_path_factory) -> list[str]:
     return places
 
 
-@pytest.fixture(scope="module")
-def ran(folders) -> dict:
+def run(folders: list[str]) -> dict:
     """The namespace after all cells; the one with the models' names is followed by names of local folders."""
     for package in ("bitsandbytes", "triton"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the notebook installs {package}")
     namespace: dict = {"__name__": "__main__"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        for number, cell in enumerate(CELLS):
-            if not cell.startswith("!pip"):
-                exec(compile(cell, f"cell {number}", "exec"), namespace)
-            if cell.startswith("MODELS ="):
-                assert len(namespace["MODELS"]) == 2
-                namespace["MODELS"] = folders
+    for number, cell in enumerate(CELLS):
+        if not cell.startswith("!pip"):
+            exec(compile(cell, f"cell {number}", "exec"), namespace)
+        if cell.startswith("MODELS ="):
+            assert len(namespace["MODELS"]) == 2
+            namespace["MODELS"] = folders
     assert namespace["MODELS"] == folders
     return namespace
+
+
+@pytest.fixture(scope="module")
+def ran(folders) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        return run(folders)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)], ids=["T4", "A100"])
+def test_every_cell_runs_on_a_gpu(folders, capability, dtype, monkeypatch):
+    """With the dtype that the cells choose for such a GPU; texts may part there, and the cells say where."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    names = run(folders)
+    assert (names["device"], names["dtype"], names["target"].dtype) == ("cuda", dtype, dtype)
+    assert all(drafter.accepted > 0 for drafter in names["stats"].by_drafter)
+    assert [len(result.generated_tokens) > 0 for result in names["results"].values()] == [True] * 8
 
 
 def test_every_cell_runs_and_texts_are_equal(ran):
