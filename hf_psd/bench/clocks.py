@@ -28,11 +28,11 @@ class TokenClock(BaseStreamer, StepHook):
     def __init__(self, batch: int):
         self.batch = batch
         self.began = 0.0
-        self.arrivals: list[float] = []
+        self.arrivals: list[tuple[float, int]] = []
+        """When tokens came, and how many."""
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
         self.count: dict[int, int] = {}
-        self.first_arrival = 0
         self._saw_prompt = False
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class TokenClock(BaseStreamer, StepHook):
         if not self._saw_prompt:
             self._saw_prompt = True
             return
-        now = self._arrived()
+        now = self._arrived(value.numel())
         for request in range(self.batch):
             self._note(request, value.numel() // self.batch, now)
 
@@ -53,30 +53,24 @@ class TokenClock(BaseStreamer, StepHook):
 
     def on_commit(self, context: StepContext) -> None:
         """The hook's side."""
-        now = self._arrived()
+        now = self._arrived(sum(map(len, context.emitted)))
         for request, ids in zip(context.requests, context.emitted):
             self._note(request.index, len(ids), now)
 
-    def _arrived(self) -> float:
+    def _arrived(self, tokens: int) -> float:
         now = time.perf_counter()
-        self.arrivals.append(now)
+        self.arrivals.append((now, tokens))
         return now
 
     def _note(self, request: int, count: int, now: float) -> None:
         if count:
-            self.first_arrival += count if now == self.arrivals[0] else 0
             self.first.setdefault(request, now)
             self.last[request] = now
             self.count[request] = self.count.get(request, 0) + count
 
     def step_ms(self) -> list[float]:
         """Time between arrivals."""
-        return [1e3 * (later - sooner) for sooner, later in zip(self.arrivals, self.arrivals[1:])]
-
-    def decode_rate(self) -> float | None:
-        """Tokens per second after the first arrival: the decode steps without the prefill; None with one arrival."""
-        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
-        return (sum(self.count.values()) - self.first_arrival) / seconds if seconds > 0 else None
+        return [1e3 * (later - sooner) for (sooner, _), (later, _) in zip(self.arrivals, self.arrivals[1:])]
 
     def latencies_ms(self) -> dict[str, list[float]]:
         """Per request: `ttft` to the first token, `e2e` to the last, `tpot` per token between the two."""
@@ -90,6 +84,19 @@ class TokenClock(BaseStreamer, StepHook):
                 if self.count[request] > 1
             ],
         }
+
+
+def decode_rate(arrivals: Sequence[tuple[float, int]]) -> float | None:
+    """Tokens per second from the first arrival on, whose own tokens do not count: without the prefill before it.
+
+    Args:
+        arrivals: seconds and tokens; None is returned for fewer than two moments.
+    """
+    if not arrivals:
+        return None
+    ordered = sorted(arrivals)
+    began, ended = ordered[0][0], ordered[-1][0]
+    return sum(tokens for _, tokens in ordered[1:]) / (ended - began) if ended > began else None
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:

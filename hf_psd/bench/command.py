@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--gammas", type=int, nargs="+", help="the sweep of --devices 2, at --gamma-batch")
     what.add_argument("--gamma-batch", type=int)
     what.add_argument("--grid", action="store_true", default=None, help="with --devices 2: every gamma at every batch")
+    what.add_argument("--queue-factor", type=int, metavar="N", help="requests per seat of the queue layout [4]")
     what.add_argument("--capped-batches", type=int, nargs="+", help="batches of the memory-cap experiment")
     what.add_argument("--memory-cap", type=float, metavar="GIB", help="of each card in that experiment")
     what.add_argument("--static-batches", type=int, nargs="+", help="batches for hf-static, which compiles at each")

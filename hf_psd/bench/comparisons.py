@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..planner import psd_gain
-from .points import CAPPED_ONE, CAPPED_TWO, ONE, REPLICAS, TWO
+from .points import CAPPED_ONE, CAPPED_TWO, ONE, QUEUE, REPLICAS, TWO
 from .profiles import OURS
 from .rows import Row
 
@@ -60,7 +60,11 @@ def identical(rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         if row.sampled or not row.digests:
             continue
-        peers = [peer for peer in rows if peer.batch == row.batch and not peer.sampled and peer.digests]
+        peers = [
+            peer
+            for peer in rows
+            if peer.batch == row.batch and not peer.sampled and len(peer.digests) == len(row.digests)
+        ]
         reference = next((peer for name in ("hf-eager", "ar") for peer in peers if peer.method == name), peers[0])
         equal = sum(one == two for one, two in zip(row.digests, reference.digests))
         shares[row.name] = equal / len(row.digests)
@@ -76,7 +80,7 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
     """
     found: dict[tuple[str, str, str], Loss] = {}
     for row in rows:
-        if row.method not in OURS or not row.good or row.layout not in (ONE, TWO):
+        if row.method not in OURS or not row.good or row.layout not in (ONE, TWO, QUEUE):
             continue
         for other in rows:
             same = other.batch == row.batch and other.sampled == row.sampled and other is not row and other.good
@@ -153,6 +157,33 @@ def capped_lines(rows: Sequence[Row]) -> list[dict[str, object]]:
     return lines
 
 
+def queue_lines(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """The queue on two devices by seats and gamma; "decode" ratios leave out the time to the first tokens."""
+    named = {(row.method, row.batch, row.gamma): row for row in rows if row.layout == QUEUE and row.good}
+    plain = {batch: row for (method, batch, _), row in named.items() if method == "ar"}
+    lines: list[dict[str, object]] = []
+    for batch, gamma in sorted({(batch, gamma) for method, batch, gamma in named if method != "ar"}):
+        sd, psd, twice = (
+            named.get(("sd", batch, gamma)),
+            named.get(("psd", batch, gamma)),
+            named.get(("psd", 2 * batch, gamma)),
+        )
+        lines.append(
+            {
+                "seats": batch,
+                "gamma": gamma,
+                "psd over sd": _over(psd, sd),
+                "psd over sd, decode": _quotient(_decode(psd), _decode(sd)),
+                "psd with twice the seats over sd": _over(twice, sd),
+                "psd with twice the seats over sd, decode": _quotient(_decode(twice), _decode(sd)),
+                "psd over ar": _over(psd, plain.get(batch)),
+                "overlap, steady": psd.overlap_steady if psd else None,
+                "target idle, steady": psd.target_idle_steady if psd else None,
+            }
+        )
+    return lines
+
+
 def _worse(row: Row, other: Row) -> Iterable[Loss]:
     kind = "sampled" if row.sampled else "greedy"
     where = f"batch {row.batch}, {kind}, gamma {row.gamma}, {row.layout}"
@@ -174,6 +205,10 @@ def _worse(row: Row, other: Row) -> Iterable[Loss]:
 
 def _over(one: Row | None, two: Row | None) -> float | None:
     return _quotient(one.tokens_per_second if one else None, two.tokens_per_second if two else None)
+
+
+def _decode(row: Row | None) -> float | None:
+    return row.decode_tokens_per_second if row else None
 
 
 def _makespan(row: Row | None) -> float | None:

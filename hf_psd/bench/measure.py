@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from ..timeline import Span, Timeline, idle_share, overlap_share
+from ..timeline import Span, Timeline, merged, overlap, overlap_share, total
 from . import costs
-from .clocks import TokenClock, median, percentiles
+from .clocks import TokenClock, decode_rate, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
@@ -50,7 +50,7 @@ def run_calls(
     Args:
         decoder: what to call.
         method: its name.
-        batch: its rows.
+        batch: requests of a call.
         devices: where it runs; the host waits for them before and after each timed call.
         warm_ups, repeat: calls.
         enough: asked after each timed call; True ends them.
@@ -92,8 +92,8 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
     row.seconds, row.first_call_seconds, row.observed_seconds = seconds, found.first, found.observed
     row.tokens_per_second = tokens / typical
     row.tokens_per_second_per_gpu = row.tokens_per_second / row.devices_used
-    row.decode_tokens_per_second = clock.decode_rate()
-    row.makespan_per_request_ms = 1e3 * typical / row.batch
+    row.decode_tokens_per_second = decode_rate(clock.arrivals)
+    row.makespan_per_request_ms = 1e3 * typical / found.ids.shape[0]
     row.digests = digest_rows(found.ids)
     row.mode, row.balance, row.forwards_by_mode = counts.mode, counts.balance, counts.forwards_by_mode
     row.timed_modes = found.modes or None
@@ -112,7 +112,8 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
         ]
         row.draft_ms, row.verify_ms = draft_ms(found.spans), verify_ms(found.spans)
         row.draft_full_ms, row.verify_full_ms = (typical_ms(full(found.spans), kind) for kind in ("draft", "verify"))
-        row.target_idle, row.target_idle_steady = idle_share(found.spans), idle_share(steady(found.spans))
+        row.target_idle = target_idle(found.spans, found.spans)
+        row.target_idle_steady = target_idle(found.spans, steady(found.spans))
         if row.draft_ms is not None:
             row.overlap, row.overlap_steady = overlap_share(found.spans), overlap_share(steady(found.spans))
     if counts.errors:
@@ -158,6 +159,18 @@ def fill_costs(
     needed = costs.round_bytes(target, drafter, drafts, int(rows), columns + found.ids.shape[1] / 2)
     row.gb_per_second = needed / row.step_ms["p50"] / 1e6
     row.floor_share = 1e9 * row.gb_per_second / bandwidth
+
+
+def target_idle(spans: Sequence[Span], window: Sequence[Span]) -> float:
+    """The part of the time between the first and the last verification of `window` in which the target did nothing,
+    0 to 1: reading prompts is work, too."""
+    verifying = merged(window, "verify")
+    if not verifying:
+        return 0.0
+    whole = [(verifying[0][0], verifying[-1][1])]
+    lanes = {span.lane for span in spans if span.kind == "verify"}
+    busy = merged([span._replace(kind="busy") for span in spans if span.lane in lanes], "busy")
+    return 1.0 - overlap(whole, busy) / total(whole)
 
 
 def _timed(decoder: Decoder, devices: tuple[str, ...]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 from .profiles import Settings
 
-ONE, TWO, REPLICAS, CAPPED_TWO, CAPPED_ONE = "one", "two", "replicas", "capped-two", "capped-one"
+ONE, TWO, REPLICAS, CAPPED_TWO, CAPPED_ONE, QUEUE = "one", "two", "replicas", "capped-two", "capped-one", "queue"
 BATCH_ONE = ("hf-assisted", "hf-assisted-default", "hf-lookup", "flashspec", "flashspec-gamma")
 """Methods that are measured at batch 1 alone: transformers refuses larger ones, FlashSpec has no KV cache there."""
 
@@ -20,7 +20,7 @@ class Point:
     Attributes:
         layout: "one" (everything on one device), "two" (target and drafter apart), "replicas" (a target and a drafter
             on each of two devices, half of the requests each), "capped-two" and "capped-one" (the big drafter under a
-            memory cap, on its own device or on the target's).
+            memory cap, on its own device or on the target's), "queue" (as "two", but requests come from a queue).
         method: what decodes.
         batch: requests in flight, over all devices.
         sampled: sampled or greedy.
@@ -44,8 +44,12 @@ class Point:
     @property
     def devices_used(self) -> int:
         """Cards that work: plain decoding leaves the drafters' idle."""
-        alone = self.layout in (ONE, CAPPED_ONE) or (self.layout in (TWO, CAPPED_TWO) and self.method == "ar")
+        alone = self.layout in (ONE, CAPPED_ONE) or (self.layout != REPLICAS and self.method == "ar")
         return 1 if alone else 2
+
+    def requests(self, settings: Settings) -> int:
+        """Prompts that one call decodes."""
+        return self.batch * settings.queue_factor if self.layout == QUEUE else self.batch
 
 
 def all_points(settings: Settings) -> list[Point]:
@@ -68,12 +72,7 @@ def _two(settings: Settings) -> Iterable[Point]:
     base, big = settings.gamma, len(settings.drafters) - 1
     modes = [method for method in ("ar", "sd", "psd", "auto") if method in settings.methods]
     for sampled in settings.sampling[:1]:
-        for batch in settings.two_batches:
-            sweep = settings.gammas if settings.grid or batch == settings.gamma_batch else ()
-            for gamma in dict.fromkeys((base, *sweep)):
-                for mode in modes:
-                    if mode != "ar" or gamma == base:
-                        yield Point(TWO, mode, batch, sampled, gamma)
+        yield from _sweep(settings, TWO, modes, sampled)
         for layout in (CAPPED_TWO, CAPPED_ONE):
             for batch in settings.capped_batches:
                 for mode in ("ar", "sd", "psd") if layout == CAPPED_TWO else ("sd",):
@@ -81,6 +80,17 @@ def _two(settings: Settings) -> Iterable[Point]:
         for batch in settings.two_batches:
             if batch % 2 == 0:
                 yield from (Point(REPLICAS, mode, batch, sampled, base) for mode in ("ar", "sd"))
+        yield from _sweep(settings, QUEUE, [mode for mode in modes if mode != "auto"], sampled)
+
+
+def _sweep(settings: Settings, layout: str, modes: Sequence[str], sampled: bool) -> Iterable[Point]:
+    """The modes at every batch, those that draft with every gamma that is asked for there."""
+    for batch in settings.two_batches:
+        more = settings.gammas if settings.grid or batch == settings.gamma_batch else ()
+        for gamma in dict.fromkeys((settings.gamma, *more)):
+            for mode in modes:
+                if mode != "ar" or gamma == settings.gamma:
+                    yield Point(layout, mode, batch, sampled, gamma)
 
 
 def choose(points: Sequence[Point], only: Sequence[str] = (), numbers: Sequence[str] = ()) -> list[Point]:

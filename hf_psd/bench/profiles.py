@@ -53,6 +53,7 @@ class Settings:
         capped_batches: batches of the memory-cap experiment.
         memory_cap: GiB per card in it; None works one out that the target fits in and target with drafter do not.
         grid: on two devices, every gamma at every batch.
+        queue_factor: requests of the queue layout per seat.
         prompt: prompt tokens per row, at most.
         new_tokens: new tokens per row, exactly: end tokens are ignored.
         prompts, tokenizer: file of prompts and folder of the tokenizer that reads them; None means random ids.
@@ -84,6 +85,7 @@ class Settings:
     capped_batches: tuple[int, ...] = (8, 16, 32, 64, 128)
     memory_cap: float | None = None
     grid: bool = False
+    queue_factor: int = 4
     prompt: int = 128
     new_tokens: int = 96
     prompts: str | None = None

@@ -11,7 +11,7 @@ from ..config import PSDConfig
 from ..testing.pairs import SHAPES
 from .profiles import Settings
 
-_COUNTS = ("layers", "gamma", "gamma_batch", "prompt", "new_tokens", "repeat")
+_COUNTS = ("layers", "gamma", "gamma_batch", "queue_factor", "prompt", "new_tokens", "repeat")
 _LISTS = ("batches", "two_batches", "gammas", "capped_batches", "static_batches")
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing
 
 from . import costs
-from .clocks import median, percentiles
+from .clocks import decode_rate, median, percentiles
 from .decoders import Counts, make_decoder
 from .lab import Lab
 from .measure import run_calls
@@ -32,6 +32,7 @@ class Part:
     digests: list[str]
     counts: Counts
     steps_ms: list[float]
+    arrivals: list[tuple[float, int]]
     latencies_ms: dict[str, list[float]]
     peaks: dict[str, int]
     weights: int
@@ -138,6 +139,7 @@ def merge(row: Row, parts: list[Part]) -> Row:
     drafted = sum(each.drafted or 0 for each in counts)
     row.acceptance = sum(each.accepted or 0 for each in counts) / drafted if drafted else None
     row.step_ms = percentiles([value for part in parts for value in part.steps_ms])
+    row.decode_tokens_per_second = decode_rate([arrival for part in parts for arrival in part.arrivals])
     for name in ("ttft", "tpot", "e2e"):
         setattr(row, f"{name}_ms", percentiles([value for part in parts for value in part.latencies_ms[name]]))
     peaks = [(device, peak / costs.GIB) for part in parts for device, peak in part.peaks.items()]
@@ -180,6 +182,7 @@ def _answer(
         digest_rows(found.ids),
         found.counts,
         found.clock.step_ms(),
+        found.clock.arrivals,
         found.clock.latencies_ms(),
         found.peaks,
         sum(costs.weight_bytes(model) for model in lab.models),

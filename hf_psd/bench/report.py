@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .comparisons import AUTO_MARGIN, capped_lines, identical, losses, ratios
+from .comparisons import AUTO_MARGIN, capped_lines, identical, losses, queue_lines, ratios
 from .profiles import GAMMALESS
 from .rows import Results, Row
 
@@ -133,10 +133,12 @@ def _two_devices(rows: Sequence[Row]) -> list[str]:
                 f"`auto` at batch {each.batch}, gamma {each.gamma} ({each.auto_mode}) reaches "
                 f"{each.auto_over_best:.3f} of the best mode."
             )
-        timed = [row for row in rows if row.overlap is not None]
-        header = ["point", "overlap", "overlap, steady", "target idle", "target idle, steady"]
-        cells = [[row.name, row.overlap, row.overlap_steady, row.target_idle, row.target_idle_steady] for row in timed]
-        parts += ["## Two devices: overlap", table(header, cells)] if timed else []
+    timed = [row for row in rows if row.overlap is not None and row.devices_used == 2]
+    header = ["point", "overlap", "overlap, steady", "target idle", "target idle, steady"]
+    cells = [[row.name, row.overlap, row.overlap_steady, row.target_idle, row.target_idle_steady] for row in timed]
+    parts += ["## Two devices: overlap", table(header, cells)] if timed else []
+    if queued := queue_lines(rows):
+        parts += ["## Queue: ratios", table(list(queued[0]), [list(each.values()) for each in queued])]
     if capped:
         parts += ["## Memory cap (tokens/s)", table(list(capped[0]), [list(each.values()) for each in capped])]
     return parts

@@ -139,7 +139,7 @@ class Results:
         ours = json.loads(json.dumps(asdict(self.settings)))
         loose = {*_FREE, "grid", "static_batches"}
         differing = sorted(
-            name for name, value in ours.items() if name not in loose and stored["settings"].get(name) != value
+            name for name, value in ours.items() if name not in loose and stored["settings"].get(name, value) != value
         )
         if differing:
             raise ValueError(

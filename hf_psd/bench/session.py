@@ -13,14 +13,16 @@ from transformers import PreTrainedModel
 
 from . import costs
 from .capped import CapExperiment
-from .decoders import make_decoder
+from .decoders import Decoder, make_decoder
 from .environment import environment
 from .flashspec import installed
 from .lab import Lab, free
 from .measure import fill_costs, fill_row, run_calls
 from .plans import explain_plan
-from .points import REPLICAS, Point
-from .profiles import RIVALS
+from .points import QUEUE, REPLICAS, Point
+from .profiles import RIVALS, Settings
+from .prompts import Prompts
+from .queued import QueuedDecoder
 from .replicas import ReplicaPool
 from .report import line
 from .rows import Results, Row, row_for
@@ -54,7 +56,7 @@ class Session:
         self.points = [point for point in points if not results.done(point)]
         self.began, self.time_limit = time.perf_counter(), time_limit
         self.say, self.bar, self.plans = say, bar, plans
-        most = max((point.batch for point in self.points), default=1)
+        most = max((point.requests(self.settings) for point in self.points), default=1)
         self.lab = Lab(self.settings, most, any(point.drafter for point in self.points))
         self.cap = CapExperiment(self.settings, self.lab)
         self.replicas: ReplicaPool | None = None
@@ -121,7 +123,7 @@ class Session:
         free()
         return row
 
-    def _settings(self, point: Point) -> Any:
+    def _settings(self, point: Point) -> Settings:
         return replace(self.settings, gamma=point.gamma)
 
     def _measure(self, point: Point, row: Row) -> None:
@@ -130,14 +132,14 @@ class Session:
         self._note_facts()
         with self.cap.around(point):
             drafter = lab.drafter(point.drafter)
-            prompts = lab.prompts(point.batch)
+            prompts = lab.prompts(point.requests(settings))
             devices = (str(target.device),) if point.devices_used == 1 else settings.devices
-            decoder = make_decoder(point.method, settings, target, drafter, prompts, point.sampled)
+            decoder = self._decoder(point, settings, target, drafter, prompts)
             try:
                 found = run_calls(
                     decoder,
                     point.method,
-                    point.batch,
+                    point.requests(settings),
                     devices,
                     settings.auto_warm_ups if point.method == "auto" else settings.warm_ups,
                     settings.repeat,
@@ -151,6 +153,13 @@ class Session:
             fill_costs(row, found, target, drafter, self._resident(devices), columns, bandwidth)
         if self.plans and point.method == "auto" and not point.sampled and point.gamma == self.settings.gamma:
             self._note_plan(point, target, drafter)
+
+    def _decoder(
+        self, point: Point, settings: Settings, target: PreTrainedModel, drafter: PreTrainedModel, prompts: Prompts
+    ) -> Decoder:
+        if point.layout == QUEUE:
+            return QueuedDecoder(point.method, settings, target, drafter, prompts, point.sampled, point.batch)
+        return make_decoder(point.method, settings, target, drafter, prompts, point.sampled)
 
     def _resident(self, devices: tuple[str, ...]) -> list[PreTrainedModel]:
         return [model for model in self.lab.models if str(model.device) in devices]

@@ -175,6 +175,11 @@ class ContinuousBatchingManager:
         """Requests added so far."""
         return self._numbers
 
+    @property
+    def captured(self) -> int:
+        """CUDA graphs that the open queue holds."""
+        return 0 if self._worker.engine is None else self._worker.engine.space.captured
+
     def add_requests(self, inputs: Sequence[Sequence[int]], **kwargs: Any) -> list[str]:
         """`add_request` for each of several prompts."""
         return [self.add_request(prompt, **kwargs) for prompt in inputs]
@@ -264,6 +269,15 @@ class ContinuousBatchingManager:
             The last result of each request, in order of arrival.
         """
         self._open_ended = False
+        results = self.drain(tick)
+        self._worker.close()
+        return results
+
+    def drain(self, tick: Callable[[int], Any] | None = None) -> list[Result]:
+        """As `run_to_end`, but the queue stays open for more, with its KV and its captured graphs.
+
+        Call `stop` in the end.
+        """
         numbers = {name: ticket.number for name, ticket in self._tickets.items()}
         results: list[Result] = []
 
@@ -281,7 +295,6 @@ class ContinuousBatchingManager:
         except BaseException as error:
             self._collapse(error)
             raise
-        self._worker.close()
         collect()
         return sorted(results, key=lambda result: numbers[result.request_id])
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hf_psd.bench.clocks import TokenClock, percentiles
-from hf_psd.bench.comparisons import capped_lines, identical, losses, predicted_gain, ratios
+from hf_psd.bench.clocks import TokenClock, decode_rate, percentiles
+from hf_psd.bench.comparisons import capped_lines, identical, losses, predicted_gain, queue_lines, ratios
+from hf_psd.bench.measure import target_idle
 from hf_psd.bench.plots import plot_bars, plot_timeline
 from hf_psd.bench.points import BATCH_ONE, Point, all_points, choose
 from hf_psd.bench.profiles import METHODS, PROFILES, RIVALS, override, quick
@@ -95,10 +96,19 @@ class TestPoints:
 
     def test_two_devices_cover_sweeps_replicas_and_cap(self):
         points = all_points(replace(PROFILES["llama-8b"], two=True))
-        assert {point.layout for point in points} == {"two", "replicas", "capped-two", "capped-one"}
+        assert {point.layout for point in points} == {"two", "replicas", "capped-two", "capped-one", "queue"}
         assert {point.gamma for point in points if point.batch == 64} == {1, 2, 4, 8}
         assert {point.batch for point in points if point.layout == "two"} == {8, 16, 32, 64, 128, 256}
-        assert [point.layout for point in points][-1] == "replicas"  # they need the other models gone
+        layouts = list(dict.fromkeys(point.layout for point in points))
+        assert layouts[-2:] == ["replicas", "queue"]  # numbers of points stay what they were without the queue
+
+    def test_the_queue_has_the_points_of_two_devices_without_auto_and_several_requests_per_seat(self):
+        settings = replace(PROFILES["llama-8b"], two=True, queue_factor=3)
+        points = all_points(settings)
+        two, queue = ([point for point in points if point.layout == layout] for layout in ("two", "queue"))
+        assert [replace(point, layout="two") for point in queue] == [point for point in two if point.method != "auto"]
+        assert [point.requests(settings) for point in (two[0], queue[0])] == [8, 24]
+        assert queue[0].name == "queue/ar/b8/greedy/g4" and queue[0].devices_used == 1 < queue[1].devices_used
 
     def test_choosing_by_pattern_and_number(self):
         points = [Point("one", method, batch) for batch in (1, 8) for method in ("ar", "sd")]
@@ -129,7 +139,7 @@ class TestClock:
             clock.put(torch.tensor([1, 2]))
         assert clock.latencies_ms() == {"ttft": [1000.0] * 2, "e2e": [3000.0] * 2, "tpot": [1000.0] * 2}
         assert clock.step_ms() == [1000.0, 1000.0]
-        assert clock.decode_rate() == 2.0
+        assert decode_rate(clock.arrivals) == 2.0
 
     def test_assisted_decoding_puts_several_tokens(self, monkeypatch):
         clock = ticking(monkeypatch, TokenClock(1))
@@ -146,8 +156,15 @@ class TestClock:
             context.emitted = emitted
             clock.on_commit(context)
         assert clock.latencies_ms() == {"ttft": [1000.0, 2000.0], "e2e": [2000.0, 3000.0], "tpot": [500.0, 1000.0]}
-        assert clock.decode_rate() == 2.0
-        assert TokenClock(2).decode_rate() is None
+
+    def test_the_decode_rate_leaves_out_the_first_tokens_and_the_time_to_them(self, monkeypatch):
+        clock = ticking(monkeypatch, TokenClock(2))
+        rows = [Request(index, index, 0, 5, 20) for index in range(2)]
+        for emitted in ([[1, 2], [3]], [[4], [5]], [[6, 7], []]):
+            clock.on_commit(StepContext(0, rows, 4, emitted=emitted))
+        assert decode_rate(clock.arrivals) == 4 / 2
+        assert decode_rate([(5.0, 3), (1.0, 9), (3.0, 2)]) == 5 / 4  # of several processes, in any order
+        assert decode_rate([]) is decode_rate([(1.0, 2)]) is None
 
     def test_percentiles(self):
         assert percentiles([]) is None
@@ -256,6 +273,28 @@ class TestComparisons:
         assert predicted_gain(rows, 8, 4) == 15 / 12 and predicted_gain(rows, 16, 4) == 24 / 18
         assert predicted_gain(rows, 16, 2) is None and predicted_gain(rows, 32, 4) is None
 
+    def test_the_queue_at_equal_and_at_twice_the_seats(self):
+        rows = [
+            row("queue", "ar", 8, 50.0),
+            row("queue", "sd", 8, 100.0, decode_tokens_per_second=200.0),
+            row("queue", "psd", 8, 130.0, decode_tokens_per_second=320.0, overlap_steady=0.9, target_idle_steady=0.1),
+            row("queue", "psd", 16, 180.0),
+            row("queue", "sd", 8, 40.0, gamma=2),
+            row("two", "sd", 8, 1.0),
+        ]
+        lines = {(line["seats"], line["gamma"]): line for line in queue_lines(rows)}
+        assert list(lines) == [(8, 2), (8, 4), (16, 4)]
+        assert list(lines[8, 4].values()) == [8, 4, 1.3, 1.6, 1.8, None, 2.6, 0.9, 0.1]
+        assert lines[8, 2]["psd over sd"] is lines[16, 4]["psd over sd"] is None
+
+    def test_texts_of_a_queue_are_compared_with_those_of_a_queue(self):
+        rows = [
+            row("two", "ar", digests=["x"]),
+            row("queue", "ar", digests=["a", "b"]),
+            row("queue", digests=["a", "c"]),
+        ]
+        assert identical(rows) == {rows[0].name: 1.0, rows[1].name: 1.0, rows[2].name: 0.5}
+
     def test_a_capped_card_that_runs_out_is_told(self):
         rows = [
             row("capped-one", "sd", 8, None, error="out of memory: 3 GiB"),
@@ -277,7 +316,23 @@ class TestComparisons:
         assert out_of_memory(RuntimeError("something else")) is None
 
 
+class TestTargetIdle:
+    def test_reading_prompts_is_work_and_only_the_targets_lane_counts(self):
+        verify = [Span("target", "verify", start, start + 2) for start in (0, 4, 8)]
+        assert target_idle(verify, verify) == pytest.approx(0.4)
+        more = [*verify, Span("target", "prefill", 2, 3), Span("draft", "draft", 6, 8), Span("draft", "prefill", 2, 4)]
+        assert target_idle(more, more) == pytest.approx(0.3)
+        assert target_idle(more, verify[1:]) == pytest.approx(1 / 3) and target_idle(more, []) == 0.0
+
+
 class TestResults:
+    def test_a_file_from_before_a_setting_existed_goes_on(self, tmp_path):
+        Results(tmp_path / "r.json", TINY).save()
+        content = json.loads((tmp_path / "r.json").read_text())
+        del content["settings"]["queue_factor"]
+        (tmp_path / "r.json").write_text(json.dumps(content))
+        Results(tmp_path / "r.json", TINY).resume()
+
     def test_rows_survive_the_file(self, tmp_path):
         results = Results(tmp_path / "deep" / "r.json", TINY)
         results.add(row(step_ms={"p50": 1.0}, digests=["a"]))

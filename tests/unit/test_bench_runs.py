@@ -16,18 +16,21 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_psd.bench import command, costs, session
 from hf_psd.bench.capped import CapExperiment
+from hf_psd.bench.clocks import TokenClock
 from hf_psd.bench.decoders import Counts, make_decoder
 from hf_psd.bench.flashspec import installed
 from hf_psd.bench.lab import Lab
 from hf_psd.bench.measure import Measurement, fill_costs
 from hf_psd.bench.points import Point
 from hf_psd.bench.profiles import PROFILES
+from hf_psd.bench.queued import QueuedDecoder
 from hf_psd.bench.refusals import refuse
 from hf_psd.bench.replicas import ReplicaPool, merge, serve
 from hf_psd.bench.rows import Results, row_for
 from hf_psd.bench.session import Session
 from hf_psd.cli import main
 from hf_psd.testing import pairs
+from hf_psd.timeline import Timeline
 
 PICTURES = importlib.util.find_spec("matplotlib") is not None
 SMALL = replace(PROFILES["tiny"], layers=1, prompt=6, new_tokens=8, warm_ups=0)
@@ -180,6 +183,51 @@ class TestTwoDevices:
         assert {row["devices_used"] for row in found["rows"] if row["method"] == "sd"} == {1, 2}
         assert len({tuple(row["digests"]) for row in found["rows"]}) == 1
         assert "Two devices: ratios" in (tmp_path / "r.md").read_text()
+
+    def test_the_queue_gives_the_texts_of_the_batch_without_its_tail(self, tmp_path):
+        found = bench(
+            tmp_path / "r.json", "--devices", "2", "--batches", "2", "--gamma-batch", "2", "--gammas", "2",
+            "--queue-factor", "3", "--only", "queue/*", "two/ar/*", "--no-plots",
+        )  # fmt: skip
+        names = [row["name"].split("/greedy/") for row in found["rows"]]
+        assert names == [["two/ar/b2", "g4"], ["queue/ar/b2", "g4"], *[
+            [f"queue/{mode}/b2", gamma] for mode in ("sd", "psd") for gamma in ("g2", "g4")
+        ]]  # fmt: skip
+        plain, *queued = found["rows"]
+        assert all(row["error"] is None and len(row["digests"]) == 6 for row in queued)
+        assert {tuple(row["digests"]) for row in queued} == {tuple(queued[0]["digests"])}
+        assert queued[0]["digests"][:2] == plain["digests"] and len(set(queued[0]["digests"])) > 2
+        for row in queued:
+            assert row["makespan_per_request_ms"] == pytest.approx(1e3 * row["seconds"][0] / 6)
+            assert row["decode_tokens_per_second"] > 0 and row["e2e_ms"]["p50"] > row["ttft_ms"]["p50"] > 0
+            assert row["verify_ms"] > 0 and (row["draft_ms"] is None) == (row["method"] == "ar")
+            assert 1.0 <= row["tokens_per_forward"] <= 5.0 and row["target_forwards"] < 6 * 8 + 12
+        assert "Queue: ratios" in (tmp_path / "r.md").read_text()
+
+    def test_a_queue_stays_open_between_calls_and_counts_each_alone(self, lab):
+        decoder = QueuedDecoder("psd", SMALL, lab.target, lab.drafter(), lab.prompts(4), True, seats=2)
+        engines, counts, texts = set(), [], []
+        for _ in range(2):
+            clock = TokenClock(4)
+            clock.start()
+            timeline = Timeline()
+            texts.append(decoder(clock, (timeline,)).tolist())
+            engines.add(decoder.queue._worker.engine)
+            counts.append(decoder.counts())
+            assert sum(clock.count.values()) == 4 * 8 == sum(tokens for _, tokens in clock.arrivals)
+            assert {span.kind for span in timeline.spans} == {"prefill", "draft", "verify"}
+        assert len(engines) == 1 and texts[0] == texts[1]  # each request has the noise it had before
+        assert [decoder.queue.stats.target_forwards] == [counts[0].forwards + counts[1].forwards]
+        assert counts[0].forwards == counts[1].forwards and counts[0].tokens_per_forward > 1
+        decoder.close()
+        assert decoder.queue._worker.engine is None
+
+    def test_a_request_that_fails_fails_the_call(self, lab):
+        decoder = QueuedDecoder("ar", SMALL, lab.target, lab.drafter(), lab.prompts(2), False, seats=1)
+        decoder.texts[1] = [1] * 500  # longer than the blocks were made for
+        with pytest.raises((RuntimeError, ValueError), match="KV blocks"):
+            decoder()
+        decoder.close()
 
     def test_a_replica_answers_until_told_to_stop(self):
         ours, theirs = multiprocessing.Pipe()
