@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 
 import torch
 
 ZERO, TRASH = 0, 1
 """Two blocks nobody owns: one that is never written, read where a row has no block, and one that is never read."""
 _RESERVED = 2
+_BUFFERS = 6
 
 
 class BlockPool:
@@ -109,12 +111,14 @@ class BlockPool:
 
 
 class DeviceTable:
-    """A small host table on its way to the device, through two pinned buffers that take turns."""
+    """A small host table on its way to the device, through pinned buffers that take turns."""
 
     def __init__(self, host: torch.Tensor, device: torch.device):
         self.tensor = host.to(device, copy=True)
         self.dirty = False
-        self._staging: Iterator[_Staging] | None = None
+        self._staging: Iterator[_Staging] = iter(())
+        if device.type == "cuda":
+            self._staging = cycle([_Staging(host) for _ in range(_BUFFERS)])
 
     def upload(self, host: torch.Tensor) -> None:
         """Copies the host's table if it has changed, without making the host wait for the device."""
@@ -124,8 +128,6 @@ class DeviceTable:
         if self.tensor.device.type != "cuda":
             self.tensor.copy_(host)
             return
-        if self._staging is None:
-            self._staging = _taking_turns(_Staging(host), _Staging(host))
         next(self._staging).send(host, self.tensor)
 
 
@@ -136,13 +138,7 @@ class _Staging:
         self.buffer, self.left = host.clone().pin_memory(), torch.cuda.Event()
 
     def send(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.left.synchronize()  # two uploads ago: long past
+        self.left.synchronize()  # a step has two uploads at most, so this one is of a step that the host has read
         self.buffer.copy_(host)
         tensor.copy_(self.buffer, non_blocking=True)
         self.left.record()
-
-
-def _taking_turns(first: _Staging, second: _Staging) -> Iterator[_Staging]:
-    while True:
-        yield first
-        yield second

@@ -106,7 +106,8 @@ class StepGraphs:
         for _ in range(_WARM_UPS):
             function()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.lane.stream):
+        # Other threads may meanwhile do what a capture forbids: requests are added to a queue from anywhere.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.lane.stream, capture_error_mode="thread_local"):
             outputs = function()
         rows.slots.copy_(wanted)
         return graph, function, outputs

@@ -73,6 +73,11 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
+    def wait(self) -> None:
+        """Lets the host wait until the lane's device has done all it was given."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
+
     def finish(self) -> None:
         """Makes the caller's stream wait for the lane."""
         if self.stream is not None:

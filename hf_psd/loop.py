@@ -176,7 +176,8 @@ class StepLoop:
             context.drafts = self.state.draft_ids.index_select(0, context.slots)[:, : width - 1]
             self.tell("before_verify", context)
             if graphs:
-                key = (law, self.roster.keys, len(rows), width)
+                scored = self.sampler.needs_scores and self.state.draft_scores is not None
+                key = (law, self.roster.keys, len(rows), width, scored)
                 packet, judgement = graphs.run(
                     key, rows, lambda: self.verifier(rows, width, self.space.limits.capacity)
                 )

@@ -53,7 +53,7 @@ class _Recording:
         self.lanes = lanes
         self._pieces: list[tuple[Lane, str, _Moment, _Moment]] = []
         for lane in lanes:
-            _wait(lane)
+            lane.wait()
         self._zeros = {id(lane): _Moment(lane) for lane in lanes}
         for lane in lanes:
             lane.watchers.append(self._watch)
@@ -61,7 +61,7 @@ class _Recording:
     def finish(self) -> list[Span]:
         for lane in self.lanes:
             lane.watchers.remove(self._watch)
-            _wait(lane)
+            lane.wait()
         return [
             Span(
                 f"{lane.name} {lane.device}",
@@ -93,11 +93,6 @@ class _Moment:
         if self.event is not None and later.event is not None:
             return self.event.elapsed_time(later.event)
         return (later.seconds - self.seconds) * 1e3
-
-
-def _wait(lane: Lane) -> None:
-    if lane.device.type == "cuda":
-        torch.cuda.synchronize(lane.device)
 
 
 def merged(spans: Sequence[Span], kind: str) -> list[tuple[float, float]]:

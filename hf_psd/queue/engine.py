@@ -16,6 +16,7 @@ from ..hooks import StepContext, StepHookList
 from ..loop import StepLoop
 from ..phases import Phase, Request, Step
 from ..state import Limits
+from ..verify.sampler import Sampler
 from .invariants import InvariantChecker
 from .metrics import QueueStats
 from .pressure import headroom, reach, victim
@@ -70,6 +71,8 @@ class QueueEngine(StepLoop):
         self.sizes, self.waiting = sizes, WaitingLine()
         self.tickets: dict[Request, Ticket] = {}
         self.reader = Reader(self)
+        self._laws: dict[Hashable, Sampler] = {}
+        """The law that stands in captured steps, by what it was captured for: its tensors must stay where they are."""
         self.selector: Any = None
         """The policy; told of requests that end by `forget(index)` and of preempted ones by `interrupt(index)`."""
         self.seats = Seats(self, sizes.seats)
@@ -82,16 +85,18 @@ class QueueEngine(StepLoop):
         self.lane.begin()
         self.roster.begin()
         vocab = self.runner.vocab_size
+        self.tell("on_start", self.context([]))
         with self.lane.work():
             self.state.empty()
-        self.tell("on_start", self.context([]))
-        self.roster.open(Session(self.space, self.sampler, vocab, None, self.roster.warn_once))
+            self.roster.open(Session(self.space, self.sampler, vocab, None, self.roster.warn_once))
+        self.lane.mark()
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the session; requests that are not done end with `error`."""
         self.cancel_all(error)
         self.lane.finish()
         self.roster.finish()
+        self.space.wait()  # graphs and buffers go with it, while draft turns of requests that ended may be under way
         self.hooks.end(self.context([]))
 
     def join(self, ticket: Ticket) -> None:
@@ -197,7 +202,7 @@ class QueueEngine(StepLoop):
         if key is None or any(each.capturable != key for each in settings):
             self.stats.note_once("steps over requests of different settings, or with special ones, ran without graphs")
             return None
-        self.seating.only = settings[0].law
+        self.seating.only = self._laws.setdefault(key, settings[0].law)
         assert self.verifier.eos is not None
         return key, self.verifier.eos.shape[1], self.fused
 

@@ -276,7 +276,7 @@ class ContinuousBatchingManager:
     def drain(self, tick: Callable[[int], Any] | None = None) -> list[Result]:
         """As `run_to_end`, but the queue stays open for more, with its KV and its captured graphs.
 
-        Call `stop` in the end.
+        Results that were there before come first. Call `stop` in the end.
         """
         numbers = {name: ticket.number for name, ticket in self._tickets.items()}
         results: list[Result] = []
@@ -296,7 +296,7 @@ class ContinuousBatchingManager:
             self._collapse(error)
             raise
         collect()
-        return sorted(results, key=lambda result: numbers[result.request_id])
+        return sorted(results, key=lambda result: numbers.get(result.request_id, -1))
 
     def _serve(self) -> None:
         try:

@@ -58,7 +58,8 @@ class MixedSampler(Sampler):
 
     @property
     def needs_scores(self) -> bool:
-        return any(law.needs_scores for law in self.seating.laws.values())
+        laws = self.seating.laws.values() if self.seating.only is None else [self.seating.only]
+        return any(law.needs_scores for law in laws)
 
     def elsewhere(self, device: torch.device) -> Sampler:
         other = MixedSampler(self.law, self.seating, device)

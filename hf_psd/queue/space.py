@@ -39,17 +39,28 @@ class PagedWorkspace(Workspace):
         return self.pools[TARGET]
 
     def widen_for(self, limit: int) -> None:
-        """Makes sure that a request can grow to `limit` tokens. If not so far, captured graphs are given up."""
+        """Makes sure that a request can grow to `limit` tokens. If not so far, captured graphs are given up.
+
+        The host waits for what is under way: it works on buffers that are about to be replaced.
+        """
         if limit <= self.limits.columns:
             return
         columns = -(-max(limit, 2 * self.limits.columns) // COLUMN_GRANULE) * COLUMN_GRANULE
         self.limits = Limits(self.limits.slots, columns, self.limits.gamma)
-        self.state.widen(self.limits.capacity)
+        self.wait()
+        with self.lane.work():
+            self.state.widen(self.limits.capacity)
+        self.lane.mark()
         for pool in self.pools.values():
             pool.widen(self.limits.capacity)
         for runner in [self.runner, *(known[1] for known in self._drafter_runners.values())]:
             runner.cache.capacity = self.pool.columns
         self.forget_graphs()
+
+    def wait(self) -> None:
+        """Lets the host wait for the work of all lanes."""
+        for lane in (self.lane, *self._lanes.values()):
+            lane.wait()
 
     def forget_graphs(self) -> None:
         """Captured graphs no longer fit the buffers."""
