@@ -31,6 +31,7 @@ class InvariantChecker:
 
     def __call__(self, engine: QueueEngine) -> None:
         self.checks += 1
+        engine.space.wait()
         self._seats(engine)
         self._blocks(engine)
         self._ends(engine)
