@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import zoo
@@ -9,7 +11,13 @@ from queue_cases import PROMPTS, coupled, drafters, plain, target
 
 import hf_psd
 from hf_psd.graphs import StepGraphs
+from hf_psd.hooks import StepHook
+from hf_psd.lanes import Lane
+from hf_psd.queue.engine import QueueEngine
+from hf_psd.queue.sampling import MixedSampler, Seating
+from hf_psd.queue.space import PagedWorkspace
 from hf_psd.roster import Roster
+from hf_psd.state import SequenceState
 from hf_psd.workspace import Workspace
 
 
@@ -90,3 +98,103 @@ def test_a_widened_queue_gives_its_graphs_up(captured):
     queue.stop()
     texts = {result.request_id: result.generated_tokens for result in queue}
     assert texts == {"req_0": plain(PROMPTS[0], max_new_tokens=40), "req_1": plain(long, max_new_tokens=9)}
+
+
+def test_buffers_are_replaced_only_when_all_lanes_rest(captured, monkeypatch):
+    happened, entered = [], []
+    work, mark, widen = Lane.work, Lane.mark, SequenceState.widen
+
+    @contextmanager
+    def working(lane, kind=""):
+        entered.append(lane.name)
+        with work(lane, kind):
+            yield
+        entered.pop()
+
+    monkeypatch.setattr(Lane, "wait", lambda lane: happened.append(f"wait for {lane.name}"))
+    monkeypatch.setattr(Lane, "work", working)
+    monkeypatch.setattr(Lane, "mark", lambda lane: (happened.append(f"mark {lane.name}"), mark(lane)))
+    monkeypatch.setattr(
+        SequenceState, "widen", lambda state, width: (happened.append(f"widen on {entered}"), widen(state, width))
+    )
+    monkeypatch.setattr(PagedWorkspace, "forget_graphs", lambda space: happened.append("graphs go"))
+    long = [3 + number % 60 for number in range(300)]
+    out = hf_psd.generate_batch(target(), [PROMPTS[0], long], drafters("noisy"), max_new_tokens=4, **zoo.GREEDY)
+    at = happened.index("widen on ['target']")
+    assert happened[at - 2 : at] == ["wait for target", "wait for draft"]
+    assert happened[at + 1 : at + 3] == ["mark target", "graphs go"]
+    assert out["req_1"].generated_tokens == plain(long, max_new_tokens=4)
+
+
+def test_drafters_make_their_buffers_on_the_lane_that_uses_them(monkeypatch):
+    entered, seen = [], []
+    work, opening = Lane.work, Roster.open
+
+    @contextmanager
+    def working(lane, kind=""):
+        entered.append(lane.name)
+        with work(lane, kind):
+            yield
+        entered.pop()
+
+    monkeypatch.setattr(Lane, "work", working)
+    monkeypatch.setattr(Roster, "open", lambda roster, session: (seen.append(list(entered)), opening(roster, session)))
+    hf_psd.generate_batch(target(), PROMPTS[:1], ["prompt_lookup"], max_new_tokens=2, **zoo.GREEDY)
+    assert seen == [["target"]]
+
+
+def test_a_captured_law_stays_though_the_desk_has_forgotten_it(captured, monkeypatch):
+    monkeypatch.setattr("hf_psd.queue.settings._MOST_KNOWN", 1)
+    laws, real = {}, QueueEngine.capture_key
+
+    def key_of(engine, requests):
+        key = real(engine, requests)
+        laws.setdefault(key, set()).add(engine.seating.only)
+        return key
+
+    monkeypatch.setattr(QueueEngine, "capture_key", key_of)
+    own = [dict(temperature=1.0 + number % 2) for number in range(6)]
+    hf_psd.generate_batch(
+        target(), PROMPTS, drafters("noisy"), requests=own, max_batch_size=1, max_new_tokens=3, do_sample=True,
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    assert [len(found) for found in laws.values()] == [1, 1]
+
+
+def test_a_greedy_step_needs_no_scores_though_others_that_are_seated_do():
+    class Law:
+        def __init__(self, needs_scores):
+            self.needs_scores = needs_scores
+
+    seating = Seating({0: Law(False), 1: Law(True)})
+    sampler = MixedSampler("rejection", seating, torch.device("cpu"))
+    assert sampler.needs_scores
+    seating.only = seating.laws[0]
+    assert not sampler.needs_scores
+
+
+def test_a_verification_captured_before_there_were_scores_is_not_replayed_with_them(captured, monkeypatch):
+    class LookupFirst(StepHook):
+        def before_draft(self, context):
+            key = 0 if context.step < 6 else 1
+            context.plan = [(key, [context.gamma] * len(context.requests))]
+
+    seen, run = {}, StepGraphs.run
+
+    def running(graphs, key, rows, function):
+        if len(key) == 5:  # a verification's
+            seen.setdefault(key, set()).add(engine().state.draft_scores is not None)
+        return run(graphs, key, rows, function)
+
+    def engine():
+        return queue._worker.engine
+
+    monkeypatch.setattr(StepGraphs, "run", running)
+    queue = hf_psd.ContinuousBatchingManager(
+        target(), drafters("both"), psd=dict(mode="sd", gamma=3), psd_hooks=[LookupFirst()], max_batch_size=2,
+        max_new_tokens=16, do_sample=True, temperature=0.1, pad_token_id=0, eos_token_id=None, kv_memory=2**22,
+    )  # fmt: skip
+    queue.add_requests([PROMPTS[4], PROMPTS[5]])
+    queue.stop()
+    wide = {key: found for key, found in seen.items() if key[3] == 4}
+    assert {frozenset(found) for found in wide.values()} == {frozenset([False]), frozenset([True])}
