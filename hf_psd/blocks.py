@@ -60,7 +60,7 @@ class BlockPool:
 
     def need(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
-        return -(-max(tokens, 0) // self.block_size)
+        return -(-tokens // self.block_size) if tokens > 0 else 0
 
     def cover(self, slot: int, tokens: int) -> bool:
         """Lets a slot own blocks for its first `tokens` positions; False, and nothing changes, if they are too few."""

@@ -80,7 +80,8 @@ class Request:
     @property
     def most(self) -> int:
         """Upper bound of the committed length on the device."""
-        return min(self.length + sum(self.unread), self.limit)
+        most = self.length + sum(self.unread)
+        return most if most < self.limit else self.limit
 
     @property
     def room(self) -> int:
@@ -157,8 +158,9 @@ class BatchManager:
     @property
     def balance(self) -> float:
         """Size of the smaller group over that of the larger: 1.0 is balanced, 0.0 is one group alone."""
-        sizes = self.sizes()
-        return min(sizes) / max(sizes) if max(sizes) else 1.0
+        second = sum(request.group for request in self.requests)
+        smaller, larger = sorted((len(self.requests) - second, second))
+        return smaller / larger if larger else 1.0
 
     def next_step(self) -> Step:
         """Chooses the work of the next step: requests with a draft verify, one group of those without drafts.

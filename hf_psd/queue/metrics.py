@@ -117,12 +117,11 @@ class QueueStats(PSDStats):
         pair[1] += both
 
     def count_lookahead(self, engine: QueueEngine, at_launch: bool) -> None:
-        pool, held, eager = engine.space.pool, 0, 0
+        pool, requests = engine.space.pool, engine.manager.requests
         gamma = engine.gamma if engine.manager.drafting else 0
-        for request in engine.manager.requests:
-            committed = pool.need(request.length - 1)
-            held += len(pool.owned[request.slot]) - committed
-            eager += pool.need(reach(request, gamma)) - committed
+        committed = sum(pool.need(request.length - 1) for request in requests)
+        held = sum(len(pool.owned[request.slot]) for request in requests) - committed
+        eager = sum(pool.need(reach(request, gamma)) for request in requests) - committed
         (self.lookahead_peak if at_launch else self.lookahead).add(held)
         (self.lookahead_eager_peak if at_launch else self.lookahead_eager).add(eager)
 

@@ -58,7 +58,7 @@ class MixedSampler(Sampler):
 
     @property
     def needs_scores(self) -> bool:
-        laws = self.seating.laws.values() if self.seating.only is None else [self.seating.only]
+        laws = set(self.seating.laws.values()) if self.seating.only is None else {self.seating.only}
         return any(law.needs_scores for law in laws)
 
     def elsewhere(self, device: torch.device) -> Sampler:
