@@ -36,16 +36,31 @@ class Reader:
         if not self.reading:
             return False
         chunk = [part for part in next_chunk(self.reading, self.engine.sizes.chunk) if part[1] > 0]
+        counts = dict(chunk)
+        ready = [ticket for ticket in self.reading if ticket.fed + counts.get(ticket, 0) >= ticket.length - 1]
+        if ready:
+            self._show(ready)
         if chunk:
             try:
                 self._feed(chunk)
             except Exception as error:
                 for ticket, _ in chunk:
                     self.engine.dismiss(ticket, error)
-        ready = [ticket for ticket in self.reading if ticket.fed >= ticket.length - 1]
-        if ready:
-            self._finish(ready)
+        ready = [ticket for ticket in ready if ticket in self.reading]
+        self.reading = [ticket for ticket in self.reading if ticket not in ready]
+        self.engine.manager.add([ticket.request for ticket in ready])
         return True
+
+    def _show(self, ready: list[Ticket]) -> None:
+        """Tells drafters of texts that are about to be complete.
+
+        The next draft turn waits for this, but not for the target to have read what comes after.
+        """
+        engine = self.engine
+        with engine.lane.work():
+            rows = Rows([ticket.request.slot for ticket in ready], engine.runner.device)
+            engine.roster.prefill(engine.state.view(rows))
+        engine.lane.mark()
 
     def _feed(self, chunk: list[tuple[Ticket, int]]) -> None:
         engine, width = self.engine, max(count for _, count in chunk)
@@ -64,7 +79,6 @@ class Reader:
                 engine.space.verify_graphs.feed("target", engine.runner, slots, fed, at)
             else:
                 engine.runner.forward(Rows(slots, device), fed, at, bound, logits_to_keep=1)
-        engine.lane.mark()
         self._feed_drafters(chunk, slots, ids, positions)
         for ticket, count in chunk:
             ticket.fed += count
@@ -91,13 +105,3 @@ class Reader:
                     pool.upload()
             if max(map(max, its_positions)) >= 0:
                 engine.roster.feed(key, slots, ids, its_positions)
-
-    def _finish(self, ready: list[Ticket]) -> None:
-        engine = self.engine
-        self.reading = [ticket for ticket in self.reading if ticket not in ready]
-        requests = [ticket.request for ticket in ready]
-        with engine.lane.work():
-            rows = Rows([request.slot for request in requests], engine.runner.device)
-            engine.roster.prefill(engine.state.view(rows))
-        engine.lane.mark()
-        engine.manager.add(requests)

@@ -198,3 +198,34 @@ def test_a_verification_captured_before_there_were_scores_is_not_replayed_with_t
     queue.stop()
     wide = {key: found for key, found in seen.items() if key[3] == 4}
     assert {frozenset(found) for found in wide.values()} == {frozenset([False]), frozenset([True])}
+
+
+def test_draft_turns_wait_for_newcomers_to_be_known_and_not_for_the_target_to_read_them(monkeypatch):
+    happened, mark, work = [], Lane.mark, Lane.work
+
+    @contextmanager
+    def working(lane, kind=""):
+        with work(lane, kind):
+            yield
+        happened.append(f"{lane.name} {kind}".strip())
+
+    monkeypatch.setattr(Lane, "work", working)
+    monkeypatch.setattr(Lane, "mark", lambda lane: (happened.append(f"mark {lane.name}"), mark(lane)))
+    monkeypatch.setattr(
+        Roster, "prefill", lambda roster, view: happened.append(f"{len(view.rows)} are shown to drafters")
+    )
+    queue = hf_psd.ContinuousBatchingManager(
+        target(), drafters("noisy"), prefill_chunk=8, kv_memory=2**22, max_new_tokens=3, max_batch_size=3, **zoo.GREEDY
+    )
+    queue.add_requests([PROMPTS[2], PROMPTS[5], PROMPTS[1]])  # one token, several chunks, beside others
+    queue.step()
+    at = happened.index("1 are shown to drafters")
+    assert happened[at : at + 3] == ["1 are shown to drafters", "target", "mark target"]
+    queue.stop()
+    reads = [place for place, what in enumerate(happened) if what == "target prefill"]
+    assert len(reads) > 4 and all(happened[place + 1] == "draft" for place in reads)  # not "mark target"
+    assert sum(what.endswith("are shown to drafters") for what in happened) >= 2
+    texts = {result.request_id: result.generated_tokens for result in queue}
+    assert texts == {
+        f"req_{number}": plain(PROMPTS[place], max_new_tokens=3) for number, place in enumerate((2, 5, 1))
+    }
