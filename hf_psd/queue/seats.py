@@ -21,6 +21,9 @@ NO_TOKEN = -2
 class Seats:
     """Hands out an engine's slots, the lowest first.
 
+    Drafters hear of a newcomer when its text is about to be complete, so draft turns need not wait for what is done
+    here.
+
     Args:
         engine: whose slots.
         count: how many.
@@ -45,7 +48,6 @@ class Seats:
             text = upload(ticket.text, engine.runner.device)
             engine.state.seat(slot, text, ticket.limit, ticket.round, ticket.noise)
             self._set_eos(slot, ticket.settings.eos)
-        engine.lane.mark()
         return request
 
     def give_back(self, ticket: Ticket, scrub: bool) -> None:
@@ -58,7 +60,6 @@ class Seats:
             engine.state.vacate(request.slot)
             if scrub:
                 engine.space.scrub(blocks)
-        engine.lane.mark()
         heapq.heappush(self.free, request.slot)
         ticket.request = None
 

@@ -217,6 +217,11 @@ def test_draft_turns_wait_for_newcomers_to_be_known_and_not_for_the_target_to_re
     queue = hf_psd.ContinuousBatchingManager(
         target(), drafters("noisy"), prefill_chunk=8, kv_memory=2**22, max_new_tokens=3, max_batch_size=3, **zoo.GREEDY
     )
+    for name in ("seat", "vacate"):
+        real = getattr(SequenceState, name)
+        monkeypatch.setattr(
+            SequenceState, name, lambda *args, name=name, real=real: (happened.append(name), real(*args))
+        )
     queue.add_requests([PROMPTS[2], PROMPTS[5], PROMPTS[1]])  # one token, several chunks, beside others
     queue.step()
     at = happened.index("1 are shown to drafters")
@@ -224,6 +229,9 @@ def test_draft_turns_wait_for_newcomers_to_be_known_and_not_for_the_target_to_re
     queue.stop()
     reads = [place for place, what in enumerate(happened) if what == "target prefill"]
     assert len(reads) > 4 and all(happened[place + 1] == "draft" for place in reads)  # not "mark target"
+    seats = [place for place, what in enumerate(happened) if what in ("seat", "vacate")]
+    assert len(seats) == 6 and all(happened[place + 1] == "target" for place in seats)
+    assert ["mark target"] not in [happened[place + 2 : place + 3] for place in seats]
     assert sum(what.endswith("are shown to drafters") for what in happened) >= 2
     texts = {result.request_id: result.generated_tokens for result in queue}
     assert texts == {
