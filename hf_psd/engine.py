@@ -82,7 +82,8 @@ class Engine(StepLoop):
         super().__init__(space, sampler, call.drafters, mode, gamma, hooks, stats, eos, board)
         self.batch_size = batch
         known = signature(sampler.pipeline.processors)
-        self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused, call.config.compile)
+        told = None if board is None else board.key
+        self.law = (known, sampler.do_sample, sampler.law, tuple(rules.eos_ids), call.fused, call.config.compile, told)
         self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]
         self.keep_scores = call.keep_scores
         call.ledger.kept = self.kept if call.keep_scores else None
@@ -197,12 +198,14 @@ def _identity(drafter: Drafter) -> Hashable:
     return weakref.ref(model) if isinstance(model, torch.nn.Module) else None
 
 
-def review_board(call: Call, space: Workspace) -> ReviewBoard | None:
-    """Where drafters' reviews come together; None on the graph route, which does not serve them."""
-    if space.graphs:
-        call.stats.notes.append("with CUDA graphs the selector learns from the chosen drafter's drafts alone")
-        return None
-    return ReviewBoard(space.limits, len(call.drafters), space.runner.device, call.sampler.needs_scores)
+def review_board(call: Call, space: Workspace) -> ReviewBoard:
+    """Where drafters' reviews come together; kept with the workspace, so that captured graphs find it."""
+    drafters, keep_log_prob = len(call.drafters), call.sampler.needs_scores
+    name = ("reviews", drafters, keep_log_prob)
+    if name not in space.scratch:
+        space.scratch[name] = ReviewBoard(space.limits, drafters, space.runner.device, keep_log_prob)
+    board: ReviewBoard = space.scratch[name]
+    return board
 
 
 def obstacles(call: Call) -> dict[str, bool]:

@@ -14,6 +14,9 @@ _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _WIDTHS = (16, 64, 128, 256, 512)
 _WARM_UPS = 2
 
+Look = Callable[[Rows, torch.Tensor, torch.Tensor], None]
+"""Takes the rows of a forward, its logits [R, T, V] and the positions [R, T] that it fed, negative for no token."""
+
 
 def bucket(rows: int) -> int:
     """The group size a graph is captured for: the smallest bucket that holds `rows`."""
@@ -24,6 +27,11 @@ def piece_width(rows: int, columns: int) -> int:
     """How many of `columns` tokens a row are read at once: few shapes, and never many tokens in all."""
     fitting = [width for width in _WIDTHS if rows * width <= PIECE_TOKENS] or [_WIDTHS[0]]
     return next((width for width in fitting if width >= columns), fitting[-1])
+
+
+def looked_at_width(rows: int) -> int:
+    """The same where all logits are wanted: they take as much memory as those of a verification, or little."""
+    return _WIDTHS[0] if rows <= 32 else _WIDTHS[0] // 2
 
 
 class StepGraphs:
@@ -41,6 +49,7 @@ class StepGraphs:
         self._rows: dict[tuple[str, int], Rows] = {}
         self._fed: dict[tuple[int, int], torch.Tensor] = {}
         self._numbers: dict[Hashable, torch.Tensor] = {}
+        self._held: dict[Hashable, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -67,14 +76,31 @@ class StepGraphs:
         self._numbers[key].copy_(upload([*values, *[0] * (size - len(values))], self.lane.device))
         return self._numbers[key]
 
+    def held(self, name: Hashable, values: torch.Tensor) -> torch.Tensor:
+        """[R, C] values in a buffer of that name that graphs read, [size, C]; rows past R keep what they held."""
+        key = (name, bucket(values.shape[0]), values.shape[1], values.dtype)
+        if key not in self._held:
+            self._held[key] = values.new_zeros(key[1:3])
+        self._held[key][: values.shape[0]] = values
+        return self._held[key]
+
     def feed(
-        self, name: Hashable, runner: ModelRunner, slots: Sequence[int], ids: torch.Tensor, positions: torch.Tensor
+        self,
+        name: Hashable,
+        runner: ModelRunner,
+        slots: Sequence[int],
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        look: Look | None = None,
     ) -> None:
-        """`runner.feed` of [R, T] tokens by replayed forwards of few shapes; `name` tells runners apart."""
+        """`runner.feed` of [R, T] tokens by replayed forwards of few shapes; `name` tells runners, and looks, apart.
+
+        `look` sees the logits of each piece; it is captured with the forward.
+        """
         rows = self.rows(slots, "feed")
         size, start, columns = len(rows), 0, ids.shape[1]
         while start < columns:
-            width = piece_width(size, columns - start)
+            width = piece_width(size, columns - start) if look is None else looked_at_width(size)
             if (size, width) not in self._fed:
                 self._fed[size, width] = torch.zeros(2, size, width, dtype=torch.long, device=self.lane.device)
             fed, piece = self._fed[size, width], slice(start, start + width)
@@ -84,7 +110,9 @@ class StepGraphs:
             fed[1, : len(slots), :count] = positions[:, piece]
 
             def forward(fed: torch.Tensor = fed) -> Any:
-                return runner.forward(rows, fed[0], fed[1], runner.cache.capacity, logits_to_keep=1).logits
+                kept = 1 if look is None else 0
+                logits = runner.forward(rows, fed[0], fed[1], runner.cache.capacity, logits_to_keep=kept).logits
+                return look(rows, logits, fed[1]) if look is not None else logits
 
             self.run(("feed", name, size, width), rows, forward)
             start += width

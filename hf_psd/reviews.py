@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,9 @@ Reviewed = dict[int, tuple[float, int]]
 class ReviewBoard:
     """Sums up reviews until the host reads them with the requests' next verification.
 
+    Its buffers stay where they are, so captured graphs may write to them; it knows nothing of a call on the host, so
+    one board serves one call after the other.
+
     Args:
         limits: sizes of the call.
         drafters: number of drafters.
@@ -44,12 +47,20 @@ class ReviewBoard:
 
     Attributes:
         columns: numbers per row that `take` gives.
+        key: equal for boards that captured graphs would treat alike.
     """
 
     def __init__(self, limits: Limits, drafters: int, device: torch.device, keep_log_prob: bool):
         self.columns = 2 * drafters
+        self.key: Hashable = (drafters, keep_log_prob)
         self._sums = torch.zeros(limits.slots, drafters, 2, dtype=torch.long, device=device)
         self.log_prob = torch.zeros(limits.slots, limits.capacity, device=device) if keep_log_prob else None
+
+    def show(self, view: View) -> View:
+        """The view with what reviews need of the committed tokens."""
+        if self.log_prob is None:
+            return view
+        return replace(view, log_prob=self.log_prob.index_select(0, view.rows.slots))
 
     def note(self, view: View, judgement: Judgement) -> None:
         """Keeps the log-probabilities of what was emitted after the texts in `view`; call it before drafters review.

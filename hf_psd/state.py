@@ -36,6 +36,7 @@ class View:
         round: [R] int64, verifications of the request so far.
         request: [R] int64, key of the request's noise.
         done: [R] bool, ended; the host may not know it yet.
+        log_prob: [R, W] fp32, log-probability under the target of each committed new token, where reviews need it.
     """
 
     rows: Rows
@@ -46,6 +47,7 @@ class View:
     round: torch.Tensor
     request: torch.Tensor
     done: torch.Tensor
+    log_prob: torch.Tensor | None = None
 
     def last_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last `count` committed ids and their positions, both [R, count]; negative before the start."""
@@ -58,7 +60,9 @@ class View:
         return View(rows, *(tensor.index_select(0, at) for tensor in self.tensors()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.tokens, self.padding, self.length, self.limit, self.round, self.request, self.done
+        """All that there are, in the order of the fields."""
+        arrays = (self.tokens, self.padding, self.length, self.limit, self.round, self.request, self.done)
+        return arrays if self.log_prob is None else (*arrays, self.log_prob)
 
 
 class SequenceState:

@@ -57,15 +57,12 @@ class Task:
         budgets: drafts asked for, per row, each 0 .. gamma.
         review: rows of which committed tokens shall be reviewed although they have no budget (those with one are
             reviewed as well); None if nothing shall be reviewed.
-        log_prob: [R, W] fp32, log-probabilities of the committed tokens of `view` under the target, where a review
-            needs them.
     """
 
     view: View
     requests: Sequence[Request]
     budgets: Sequence[int]
     review: Sequence[bool] | None = None
-    log_prob: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,9 @@ class Drafter:
         draft_ahead: `ahead` is called while the rows are being verified (pre-verification as in PEARL).
         announces: `announce` tells how many drafts it has for a row's next turn before it is asked.
         reviews: it can tell how well it would have guessed committed tokens, by `review` or with its drafts.
-        capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose`, and
-            `commit` and `announce` touch nothing but buffers kept in `Session.space`.
+        capturable: its work on the device can be captured in a CUDA graph: it has `prepare` and `propose` (and, if it
+            reviews with its drafts, `review_idle` and `reviewed`), and on the device these, `review`, `commit` and
+            `announce` touch nothing but buffers kept in `Session.space`.
         forwards: model forwards of this call so far.
         catch_up_forwards: those of them that read what the drafter had missed, prompts included, before it drafted.
         review_forwards: those of them that reviewed rows which others drafted for.
@@ -200,6 +198,17 @@ class Drafter:
     def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
         """The device's part: up to `budget` [R] int64 drafts per row. Depends on `shape` and device state alone."""
         raise NotImplementedError
+
+    def review_idle(self, requests: Sequence[Request], view_of: Callable[[list[int]], View]) -> None:
+        """The host's part of reviewing rows that others draft for; runs before `prepare` and may run forwards.
+
+        `view_of` gathers the state of some of the rows, named by their place in `requests`.
+        """
+
+    def reviewed(self, rows: Rows) -> Review | None:
+        """The device's part of a review: what `review_idle`, `prepare` and `propose` have found about the rows since
+        the last call of this; None if it does not review with its drafts."""
+        return None
 
     def ahead(self, view: View, draft_ids: torch.Tensor) -> None:
         """Rows of `view` with drafts [R, T - 1] (-1: none) are being verified; `draft` may build on them later."""

@@ -10,7 +10,10 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from ..graphs import StepGraphs
+from ..packing import pack_view, unpack_view
 from ..phases import Request
+from ..reviews import Review
 from ..runner import LONGEST_PIECE, ModelRunner, Rows, input_device, upload
 from ..state import View
 from .base import Drafter, Proposal, Session, Shape, Task
@@ -63,7 +66,7 @@ class ModelDrafter(Drafter):
         self._runner = session.space.runner_for(self.model, self.key)
         self.capturable = self._runner.fast
         if session.reviewing:
-            self._reviewer = Reviewer(session.limits, self._sampler, session.vocab_size, self.device)
+            self._reviewer = Reviewer(session, self.key, self._sampler, self.device)
 
     def end(self) -> None:
         self._runner = self._reviewer = None
@@ -82,11 +85,11 @@ class ModelDrafter(Drafter):
         """Chains forwards for the rows with a budget; rows with a smaller one than the others end early."""
         if self._reviewer is None or task.review is None:
             return self._draft(task)
-        self._reviewer.begin(task.view, task.requests, task.log_prob)
         idle = [row for row, due in enumerate(task.review) if due and task.budgets[row] == 0]
-        self._catch_up_idle(task, [row for row in idle if self._within_window(task.requests[row], 1)])
+        requests = [task.requests[row] for row in idle]
+        self.review_idle(requests, lambda rows: self._part(task.view, [idle[row] for row in rows]))
         proposal = self._draft(task)
-        return replace(proposal, review=self._reviewer.result(task.view))
+        return replace(proposal, review=self.reviewed(task.view.rows))
 
     def _draft(self, task: Task) -> Proposal:
         index = [row for row, budget in enumerate(task.budgets) if budget > 0]
@@ -111,6 +114,8 @@ class ModelDrafter(Drafter):
     def prepare(
         self, requests: Sequence[Request], budgets: Sequence[int], view_of: Callable[[list[int]], View]
     ) -> Shape:
+        if self._reviewer is not None:
+            self._reviewer.begin(requests)
         budgets = [self._within_window(request, budget) for request, budget in zip(requests, budgets)]
         index = [row for row, budget in enumerate(budgets) if budget > 0]
         if not index:
@@ -121,6 +126,24 @@ class ModelDrafter(Drafter):
 
     def propose(self, view: View, budget: torch.Tensor, shape: Shape) -> Proposal:
         return self._chain(view, budget, shape.width, shape.depth, shape.bound)
+
+    def review_idle(self, requests: Sequence[Request], view_of: Callable[[list[int]], View]) -> None:
+        """Reviews rows by one forward over what the KV lacks."""
+        if self._reviewer is None:
+            return
+        self._reviewer.begin(requests)
+        index = [row for row, request in enumerate(requests) if self._within_window(request, 1)]
+        if not index:
+            return
+        idle = [requests[row] for row in index]
+        self.review_forwards += 1
+        self._feed_all_but_the_last(view_of(index), idle, max(2, *map(self._lag, idle)))
+        for request in idle:
+            request.covered[self.key] = max(request.covered.get(self.key, 0), request.length - 1)
+        self._reviewer.done(idle)
+
+    def reviewed(self, rows: Rows) -> Review | None:
+        return None if self._reviewer is None else self._reviewer.take(rows)
 
     def _chain(self, view: View, budget: torch.Tensor, width: int, depth: int, bound: int) -> Proposal:
         """Drafts up to `budget` [R] tokens per row by `depth` forwards, the first over the last `width` tokens.
@@ -134,7 +157,7 @@ class ModelDrafter(Drafter):
         fed, positions = view.last_tokens(width)
         positions = torch.where(budget[:, None] > 0, positions, -1)  # rows beyond the model's positions
         for step in range(depth):
-            logits = self._forward(view, fed, positions, bound + step, budget > 0)
+            logits = self._forward(view, fed, positions, bound + step)
             drawn, scores, bad = self._sampler.draw(logits, view, step, session.vocab_size)
             failed = failed | bad & (step < budget)
             drawn = torch.where((step < budget) & ~failed, drawn, -1)
@@ -177,37 +200,40 @@ class ModelDrafter(Drafter):
             self._reviewer.done(requests)
         return max(lags)
 
-    def _catch_up_idle(self, task: Task, index: list[int]) -> None:
-        """Reviews rows that others draft for, by one forward over what the KV lacks."""
-        if not index:
-            return
-        assert self._reviewer is not None
-        requests = [task.requests[row] for row in index]
-        self.review_forwards += 1
-        self._feed_all_but_the_last(self._part(task.view, index), requests, max(2, *map(self._lag, requests)))
-        for request in requests:
-            request.covered[self.key] = max(request.covered.get(self.key, 0), request.length - 1)
-        self._reviewer.done(requests)
-
     def _feed_all_but_the_last(self, view: View, requests: Sequence[Request], lag: int) -> None:
         """One forward over the last `lag` tokens but the newest; with a reviewer it tells what it thinks of them."""
         assert self._runner is not None
         self.forwards += 1
         ids, positions = (tensor[:, :-1] for tensor in view.last_tokens(lag))
         bound = max(request.most for request in requests)
-        if self._reviewer is None:
-            graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
-            if graphs is not None:
-                return graphs.feed(self.key, self._runner, view.rows.numbers, ids, positions)
-            return self._runner.feed(view.rows, ids, positions, bound)
-        judged = min(lag - 1, max(self._unscored(request) for request in requests))
+        judged = min(lag - 1, max(map(self._unscored, requests)))
+        graphs = self._session.space.draft_graphs_on(self.device) if self.capturable else None
+        if graphs is not None:
+            before = lag - 1 - judged
+            graphs.feed(self.key, self._runner, view.rows.numbers, ids[:, :before], positions[:, :before])
+            return self._review_by(graphs, view, ids[:, before:], positions[:, before:])
         before = lag - 1 - max(judged, min(lag - 1, LONGEST_PIECE)) if judged else lag - 1
         if before:
             self._runner.feed(view.rows, ids[:, :before], positions[:, :before], bound)
         if judged:
+            assert self._reviewer is not None
             ids, positions = ids[:, before:], positions[:, before:]
             logits = self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=judged).logits
-            self._reviewer.score(view, logits, torch.ones_like(view.done))
+            self._reviewer.score(view, logits, positions[:, -judged:])
+
+    def _review_by(self, graphs: StepGraphs, view: View, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Feeds tokens by replayed forwards and reviews what their logits predict."""
+        if not ids.shape[1]:
+            return
+        assert self._runner is not None and self._reviewer is not None
+        reviewer, width = self._reviewer, view.tokens.shape[1]
+        packed = graphs.held("reviewed", pack_view(view))
+
+        def look(rows: Rows, logits: torch.Tensor, positions: torch.Tensor) -> None:
+            reviewer.score(unpack_view(rows, packed, width), logits, positions)
+
+        name = (self._session.law, self.key, self.signature, packed.shape)
+        graphs.feed(name, self._runner, view.rows.numbers, ids, positions, look)
 
     def _unscored(self, request: Request) -> int:
         return 0 if self._reviewer is None else self._reviewer.unscored(request, request.source == self.key)
@@ -225,12 +251,11 @@ class ModelDrafter(Drafter):
         ids: torch.Tensor,
         positions: torch.Tensor,
         bound: int,
-        drafting: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._runner is not None
-        if self._reviewer is not None and drafting is not None and ids.shape[1] > 1:
+        if self._reviewer is not None and ids.shape[1] > 1:
             logits = self._runner.forward(view.rows, ids, positions, bound).logits
-            self._reviewer.score(view, logits[:, :-1], drafting)
+            self._reviewer.score(view, logits[:, :-1], positions[:, :-1])
             return logits[:, -1]
         return self._runner.forward(view.rows, ids, positions, bound, logits_to_keep=1).logits[:, -1]
 

@@ -34,6 +34,7 @@ class PromptLookup(Drafter):
             raise ValueError(f"psd: need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}.")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._found: torch.Tensor | None = None
+        self._found_at: torch.Tensor | None = None
 
     @property
     def signature(self) -> Hashable:
@@ -42,18 +43,18 @@ class PromptLookup(Drafter):
     def start(self, session: Session) -> None:
         limits = session.limits
         self._gamma = limits.gamma
-        key, shape = self.signature, (limits.slots, limits.gamma)
-        if key not in session.space.scratch:
-            session.space.scratch[key] = torch.full(shape, -1, dtype=torch.long, device=session.device)
-        self._found = session.space.scratch[key]
-        self._found_at = torch.zeros(limits.slots, dtype=torch.long, device=session.device)
+        key, kept = self.signature, session.space.scratch
+        if key not in kept:
+            found = torch.full((limits.slots, limits.gamma), -1, dtype=torch.long, device=session.device)
+            kept[key] = found, torch.zeros_like(found[:, 0])
+        self._found, self._found_at = kept[key]
 
     def prefill(self, view: View) -> None:
         self._search(view)
 
     def review(self, outcome: Outcome) -> Review:
         """Its drafts up to the first that differs from the committed text; a row without drafts counts as one miss."""
-        assert self._found is not None
+        assert self._found is not None and self._found_at is not None
         view = outcome.view
         found = self._found.index_select(0, view.rows.slots)
         begin = self._found_at.index_select(0, view.rows.slots)
@@ -87,10 +88,10 @@ class PromptLookup(Drafter):
         return Proposal(torch.where(step < budget[:, None], found, -1), point_mass=True)
 
     def end(self) -> None:
-        self._found = None
+        self._found = self._found_at = None
 
     def _search(self, view: View) -> None:
-        assert self._found is not None
+        assert self._found is not None and self._found_at is not None
         self._found_at.index_copy_(0, view.rows.slots, view.length)
         self._found.index_copy_(0, view.rows.slots, continuation(view, self._gamma, self.max_ngram, self.min_ngram))
 
