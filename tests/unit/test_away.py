@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from hf_psd.away import AwayTurns, pack_proposal, pack_view, replayed, unpack_view
+from hf_psd.away import AwayTurns, pack_proposal, replayed, unpack_proposal
 from hf_psd.drafters.base import Drafter, Proposal, Shape
 from hf_psd.lanes import Lane
+from hf_psd.packing import pack_view, unpack_view
 from hf_psd.phases import Request
+from hf_psd.reviews import Review
 from hf_psd.runner import Rows
 from hf_psd.state import Limits, SequenceState
 
@@ -51,8 +56,20 @@ class Counting(Drafter):
         return Proposal(ids, scores, failed=view.request == 11)
 
 
+class Reviewing(Counting):
+    """Tells of each row its slot and how many rows were idle."""
+
+    reviews = True
+
+    def review_idle(self, requests, view_of):
+        self.idle = view_of(list(range(len(requests)))).request.tolist() if requests else []
+
+    def reviewed(self, rows):
+        return Review(rows.slots / 7, torch.full_like(rows.slots, len(self.idle)))
+
+
 class Session:
-    limits, law = Limits(6, 12, 3), "law"
+    limits, law, reviewing = Limits(6, 12, 3), "law", False
 
 
 def state():
@@ -62,11 +79,15 @@ def state():
     return state
 
 
-def test_packing_keeps_every_field():
+@pytest.mark.parametrize("scored", [False, True])
+def test_packing_keeps_every_field(scored):
     view = state().view(Rows([2, 0], CPU))
-    again = unpack_view(view.rows, pack_view(view))
+    if scored:
+        view = replace(view, log_prob=torch.randn(2, 16).log())  # NaN, too
+    again = unpack_view(view.rows, pack_view(view), 16)
+    assert len(view.tensors()) == len(again.tensors()) == 7 + scored
     for ours, theirs in zip(view.tensors(), again.tensors()):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+        assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9)) and ours.dtype == theirs.dtype
 
 
 def test_a_turn_away_drafts_from_the_rows_state_and_brings_ids_scores_and_failures_home():
@@ -74,14 +95,29 @@ def test_a_turn_away_drafts_from_the_rows_state_and_brings_ids_scores_and_failur
     turns, drafter = AwayTurns(graphs, Lane(CPU)), Counting()
     requests = [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
     packed = pack_view(here.view(graphs.rows([2, 1])))
-    proposal = turns.propose(drafter, 0, requests, [3, 2], packed, Session)
+    proposal = unpack_proposal(*turns.propose(drafter, 0, requests, [3, 2], packed, Session), 3)
     assert proposal.ids[:2].tolist() == [[4, 5, 6], [10, 11, -1]]
     assert proposal.ids[2:].eq(-1).all()  # rows that fill the graph's size
     assert proposal.scores[0].argmax(-1).tolist() == [4, 5, 6]
     assert proposal.failed[:2].tolist() == [False, True]
     assert drafter.seen == [[[9]]]
     buffer = proposal.scores.data_ptr()
-    assert turns.propose(drafter, 0, requests, [1, 1], packed, Session).scores.data_ptr() == buffer
+    ids, scores = turns.propose(drafter, 0, requests, [1, 1], packed, Session)
+    assert scores.data_ptr() == buffer and proposal.review is None
+
+
+def test_reviews_come_home_with_the_drafts_and_without():
+    graphs, drafter = PlainGraphs(), Reviewing()
+    turns, requests = AwayTurns(graphs, Lane(CPU)), [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
+    packed = pack_view(state().view(graphs.rows([2, 1])))
+    packet = turns.propose(drafter, 0, requests, [3, 0], packed, Session, [True, True])
+    review = unpack_proposal(*packet, 3).review
+    assert drafter.idle == [11] and review.tokens.tolist() == [1] * 4
+    assert torch.equal(review.gain, torch.tensor([2.0, 1.0, 5.0, 5.0]) / 7)
+    review = turns.review(drafter, 0, requests, [0, 0], packed, Session, [True, True])
+    assert drafter.idle == [12, 11] and review.tokens.tolist() == [2] * 4
+    assert torch.equal(review.gain, torch.tensor([2.0, 1.0, 5.0, 5.0]) / 7)
+    assert turns.review(Counting(), 0, requests, [0, 0], packed, Session, None) is None
 
 
 def test_lanes_wait_for_each_other_in_both_directions(monkeypatch):
@@ -98,6 +134,13 @@ def test_a_proposal_without_scores_or_failures_packs_too():
     assert ids.tolist() == [[3, -1, 0]] and scores is None
 
 
-def test_replayed_shapes_have_two_widths_only():
-    widths = {replayed(Shape([1], width, 1, 0), 4, 40).width for width in range(1, 6)}
-    assert widths == {2, 5}
+@pytest.mark.parametrize(
+    ("drafter", "reviewing", "expected"),
+    [(Counting(), True, {2, 4}), (Reviewing(), True, {5}), (Reviewing(), False, {2, 4})],
+)
+def test_replayed_shapes_have_two_widths_only(drafter, reviewing, expected):
+    class Reviewed(Session):
+        pass
+
+    Reviewed.reviewing = reviewing
+    assert {replayed(Shape([1], width, 1, 0), Reviewed, drafter).width for width in range(1, 5)} == expected
