@@ -102,7 +102,7 @@ def test_a_turn_away_drafts_from_the_rows_state_and_brings_ids_scores_and_failur
     assert proposal.failed[:2].tolist() == [False, True]
     assert drafter.seen == [[[9]]]
     buffer = proposal.scores.data_ptr()
-    ids, scores = turns.propose(drafter, 0, requests, [1, 1], packed, Session)
+    _, scores = turns.propose(drafter, 0, requests, [1, 1], packed, Session)
     assert scores.data_ptr() == buffer and proposal.review is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tapes import play
@@ -10,6 +12,10 @@ from zoo import GREEDY, P4, prompts, shared, tiny
 
 import hf_psd
 from hf_psd.drafters.prompt_lookup import PromptLookup
+from hf_psd.drafters.reviewer import Reviewer
+from hf_psd.phases import Request
+from hf_psd.runner import Rows
+from hf_psd.state import Limits
 
 LAWS = {
     "greedy": (GREEDY, {}),
@@ -144,3 +150,17 @@ def test_a_drafter_that_turns_to_nan_in_a_replay_is_retired(monkeypatch, far):
         )
     hf_psd.release()
     assert torch.equal(out, text)
+
+
+def test_what_a_failed_turn_left_is_not_told_to_the_next_call():
+    space = SimpleNamespace(scratch={})
+    session = SimpleNamespace(space=space, limits=Limits(3, 20, 2))
+    rows, request = Rows([0, 1], torch.device("cpu")), Request(0, 1, 0, 5, 20)
+    for _ in range(2):
+        reviewer = Reviewer(session, 0, None, rows.slots.device)
+        reviewer.begin([request])
+        review = reviewer.take(rows)
+        assert not review.gain.any() and not review.tokens.any()
+        for kept in reviewer._buffers[1:]:
+            kept.fill_(3)
+    assert len(space.scratch) == 1
