@@ -156,7 +156,8 @@ class ProcessorPipeline:
             ids: `[R, W]` int64; per row left pads, prompt, committed tokens and drafts, contiguous. What comes after
                 the last prefix is ignored.
             base: `[R]` int64; columns before the first position, left pads included. `base + T - 1 <= W`.
-            rows: `[R]` int64; index of each row in the original batch.
+            rows: `[R]` int64; index of each row in the original batch. A row past it (one that fills a captured
+                group up) is treated like the batch's last.
 
         Returns:
             `[R, T, V]` fp32; `scores` itself if there is nothing to apply.
@@ -179,6 +180,8 @@ class ProcessorPipeline:
         rules = [rule for rule in self._rules if rule is not None]
         if not rules:
             return scores
+        if self._placement.batch_size is not None:
+            rows = rows.clamp(max=self._placement.batch_size - 1)
         prefixes = Prefixes(ids, base, rows, scores.shape[1])
         lines = scores.flatten(0, 1)
         for rule in rules:

@@ -14,8 +14,7 @@ class Prefixes:
     Args:
         ids: `[R, W]` int64; per row left pads, prompt, committed tokens and drafts, contiguous.
         base: `[R]` int64; number of columns, left pads included, before the first of the T positions.
-        rows: `[R]` int64; index of each row in the original batch. Rows past it, which fill a captured group up, are
-            treated like its last.
+        rows: `[R]` int64; index of each row in the original batch.
         positions: T.
     """
 
@@ -43,10 +42,6 @@ class Prefixes:
     def visible(self) -> Tensor:
         """`[R, T, W]` bool: which columns each line sees."""
         return self.columns() < self.lengths[..., None]
-
-    def of_row(self, per_prompt: Tensor, copies: int = 1) -> Tensor:
-        """`[P, ...]` -> `[R, ...]`: what belongs to each row's prompt, of which the batch has `copies` rows."""
-        return per_prompt[(self.rows // copies).clamp(max=per_prompt.shape[0] - 1)]
 
     def spread(self, per_row: Tensor) -> Tensor:
         """`[R, ...]` -> `[R*T, ...]`, repeating each row for its T lines."""

@@ -45,7 +45,7 @@ def repetition_penalty(processor: RepetitionPenaltyLogitsProcessor, placement: P
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         seen = prefixes.visible()
         if isinstance(ignored, Tensor):
-            seen = seen & (prefixes.columns() >= prefixes.of_row(ignored)[:, None, None])
+            seen = seen & (prefixes.columns() >= ignored[prefixes.rows][:, None, None])
         elif ignored:
             seen = seen & (prefixes.columns() >= ignored)
         return rewrite(scores, prefixes.spread(prefixes.ids), seen.flatten(0, 1), change)
@@ -73,7 +73,7 @@ def encoder_repetition_penalty(processor: EncoderRepetitionPenaltyLogitsProcesso
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         source = prefixes.rows // copies
-        tokens = prefixes.of_row(prompts, copies)
+        tokens = prompts[source if follows else source.clamp(max=sources - 1)]
         return rewrite(scores, prefixes.spread(tokens), prefixes.spread((source < sources)[:, None]), change)
 
     return Rule(apply)
@@ -107,7 +107,7 @@ def encoder_no_repeat_ngram(processor: EncoderNoRepeatNGramLogitsProcessor, plac
     copies = placement.copies(len(per_prompt))
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
-        ngrams = prefixes.of_row(prompts, copies)
+        ngrams = prompts[prefixes.rows // copies]
         suffix = prefixes.tail(size - 1)
         matches = torch.ones((*prefixes.lengths.shape, most), dtype=torch.bool, device=scores.device)
         for offset in range(size - 1):

@@ -325,6 +325,21 @@ def test_encoder_penalty_rows_follow_the_release():
             ProcessorPipeline(pipe.processors, "cpu")(torch.ones(4, 1, 8), ids, rows * 0 + 1, rows)
 
 
+@pytest.mark.parametrize("name", VECTORISED)
+def test_rows_that_fill_a_group_up_change_no_other(name):
+    """They have numbers past the batch's, and on a GPU an index out of bounds ends the process."""
+
+    @settings(trials, max_examples=6)
+    @given(rounds())
+    def check(case: Round) -> None:
+        pipe = pipeline([BUILD[name](case)], case)
+        scores, ids, base, rows = (torch.cat([part, part[-1:]]) for part in case.call)
+        rows[-1] = case.batch
+        assert same(pipe(scores, ids, base, rows)[:-1], pipe(*case.call))
+
+    check()
+
+
 class Waits(TorchDispatchMode):
     """Counts operations that read device values on the host or whose result's shape depends on them."""
 
