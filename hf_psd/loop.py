@@ -178,9 +178,9 @@ class StepLoop:
             if graphs:
                 scored = self.sampler.needs_scores and self.state.draft_scores is not None
                 key = (law, self.roster.keys, len(rows), width, scored)
-                packet, judgement = graphs.run(
-                    key, rows, lambda: self.verifier(rows, width, self.space.limits.capacity)
-                )
+                # What a graph keeps must not keep the target alive, as this object may.
+                verifier, capacity = self.verifier, self.space.limits.capacity
+                packet, judgement = graphs.run(key, rows, lambda: verifier(rows, width, capacity))
             else:
                 packet, judgement = self.verifier(rows, width, max(request.most for request in requests) + width)
             kept = judgement if self.keep_scores else None

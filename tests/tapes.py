@@ -52,32 +52,33 @@ def capture(graph, pool=None, stream=None):
         yield
 
 
-def play(patch, far=()):
-    """Lets calls of `generate` capture and replay; models in `far` live on the second device. Gives the keys captured."""
-    keys = []
+def play(patch, far=(), far_captures=True):
+    """Lets calls of `generate` capture and replay; gives a list of what was captured.
+
+    Drafters in `far` live on the second device, whose work cannot be captured, as a CPU's, unless `far_captures`.
+    """
+    graphs = []
     original, input_device, push = StepGraphs._capture, hf_psd.drafters.model.input_device, HostRing.push
 
-    def captured(graphs, rows, function):
-        result = original(graphs, rows, function)
-        keys.append(result)
+    def captured(own, rows, function):
+        result = original(own, rows, function)
+        graphs.append(result)
         return result
+
+    def graphs_on(space, device):
+        if space.draft_graphs is None or (device == FAR and not far_captures):
+            return None
+        return space.draft_graphs if device == space.runner.device else space.graphs_on(device)
 
     patch.setattr(torch.cuda, "CUDAGraph", TapeGraph)
     patch.setattr(torch.cuda, "graph", capture)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(StepGraphs, "_capture", captured)
-    patch.setattr(Roster, "_on_cuda", lambda roster, drafter: True)
+    patch.setattr(Roster, "_on_cuda", lambda roster, drafter: far_captures or drafter.device != FAR)
     patch.setattr("hf_psd.engine.may_graph", lambda model, wanted, *args: wanted is not False)
     patch.setattr("hf_psd.drafters.model.input_device", lambda model: FAR if model in far else input_device(model))
     patch.setattr("hf_psd.drafters.model.ModelDrafter.capturable", property(lambda self: True, lambda *_: None))
-    patch.setattr(Workspace, "draft_graphs_on", draft_graphs_on)
+    patch.setattr(Workspace, "draft_graphs_on", graphs_on)
     # The CPU's ring copies nothing, but the next replay overwrites what this one gave.
     patch.setattr(HostRing, "push", lambda ring, label, packet: push(ring, label, packet.clone()))
-    return keys
-
-
-def draft_graphs_on(space, device):
-    """`Workspace.draft_graphs_on`, where any device counts as CUDA."""
-    if space.draft_graphs is None:
-        return None
-    return space.draft_graphs if device == space.runner.device else space.graphs_on(device)
+    return graphs

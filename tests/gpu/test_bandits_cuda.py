@@ -132,6 +132,10 @@ def test_graphs_tell_what_eager_steps_tell():
     assert_graphs_tell_what_eager_steps_tell("cuda", "cuda")
 
 
+def test_a_drafter_on_the_cpu_is_reviewed_beside_one_with_graphs():
+    assert_graphs_tell_what_eager_steps_tell("cpu", "cuda")
+
+
 def test_graphs_tell_what_eager_steps_tell_across_two_devices():
     if not needs_two_devices():
         assert_graphs_tell_what_eager_steps_tell("cuda:1", "cuda:1")

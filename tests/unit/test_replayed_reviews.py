@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ LAWS = {
     "rejection": (SAMPLED, dict(verification="rejection")),
 }
 PLACES = {"home": (), "away": (0, 1), "both": (1,)}
+"""Which drafters live on the second device."""
 
 
 def models():
@@ -32,7 +35,7 @@ def models():
 @pytest.fixture
 def graphs(monkeypatch):
     """Gives a function that lets the drafters of these numbers live on the second device."""
-    yield lambda far=(): play(monkeypatch, [models()[number] for number in far])
+    yield lambda far=(), *more: play(monkeypatch, [models()[number] for number in far], *more)
     hf_psd.release()
 
 
@@ -57,6 +60,8 @@ def assert_same(heard, expected, exact):
 CASES = [
     *[("sd", 3, 2, law, place) for law in LAWS for place in PLACES],
     *[("psd", 9, 4, law, place) for law, place in (("greedy", "both"), ("coupled", "home"), ("rejection", "away"))],
+    ("sd", 3, 2, "rejection", "not captured"),
+    ("psd", 9, 4, "coupled", "not captured"),
 ]
 
 
@@ -64,7 +69,7 @@ CASES = [
 def test_replayed_reviews_are_the_eager_ones(graphs, mode, every, stay, law, place):
     eager, replayed = Listener(stay, every), Listener(stay, every)
     text, stats = run(False, law, mode, eager)
-    captured = graphs(PLACES[place])
+    captured = graphs(PLACES.get(place, (1,)), place != "not captured")
     again, graphed = run(True, law, mode, replayed)
     assert torch.equal(text, again) and captured
     assert_same(replayed.heard, eager.heard, exact=law != "rejection")
@@ -164,3 +169,18 @@ def test_what_a_failed_turn_left_is_not_told_to_the_next_call():
         for kept in reviewer._buffers[1:]:
             kept.fill_(3)
     assert len(space.scratch) == 1
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_graphs_keep_no_model_alive(monkeypatch, far):
+    target, drafter = tiny("llama"), tiny("llama", 11)
+    with monkeypatch.context() as patch:
+        captured = play(patch, [drafter] if far else [])
+        psd = dict(mode="sd", selector="hedge:review_every=1", cuda_graphs=True)
+        target.generate(**P4(), **GREEDY, max_new_tokens=12, assistant_models=[drafter], psd=psd)
+        assert captured
+        captured.clear()
+    alive = [weakref.ref(target), weakref.ref(drafter)]
+    del target, drafter
+    gc.collect()
+    assert [model() for model in alive] == [None, None]
