@@ -78,8 +78,11 @@ class AwayTurns:
         packed: torch.Tensor,
         session: Session,
         due: Sequence[bool] | None,
-    ) -> Review | None:
-        """The same of a drafter that drafts for none of the requests: what it has to say of those `due`."""
+    ) -> torch.Tensor | None:
+        """The same of a drafter that drafts for none of the requests: what it has to say of those `due`, packed.
+
+        It stays on the drafter's device until it is fetched, so that the target's device can draft meanwhile.
+        """
         self.lane.follow(self.home)
         with self.lane.work("draft"):
             rows, _, view_of = self._arrive(requests, packed, session.limits.capacity)
@@ -89,6 +92,12 @@ class AwayTurns:
                 return None
             found = self._copy(("found", key), pack_review(review), self.lane.device)
         self.lane.mark()
+        return found
+
+    def fetch(self, key: int, found: torch.Tensor | None) -> Review | None:
+        """Brings home what `review` gave for drafter `key`."""
+        if found is None:
+            return None
         self.home.follow(self.lane)
         with self.home.work():
             return unpack_review(self._copy(("review", key), found, self.home.device))

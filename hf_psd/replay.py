@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,22 +77,23 @@ class ReplayedTurns:
             return roster.view(state, Rows([slots[row] for row in index], roster.device))
 
         turns: list[_Turn] = []
-        reviews: list[tuple[int, Review | None]] = []
+        reviews: list[tuple[int, Callable[[], Review | None]]] = []
         for key, budgets in everyone:
             drafter = roster.alive[key]
             with roster.retiring(key):
                 if self._is_away(key):
                     assert packed is not None
                     work = (drafter, key, requests, budgets, packed, session, due.get(key))
-                    if key not in planned:
-                        reviews.append((key, self._turns_of(drafter).review(*work)))
-                        continue
-                    turns.append(_Turn(key, drafter, arrived=self._turns_of(drafter).propose(*work)))
+                    away = self._turns_of(drafter)
+                    if key in planned:
+                        turns.append(_Turn(key, drafter, arrived=away.propose(*work)))
+                    else:
+                        reviews.append((key, partial(away.fetch, key, away.review(*work))))
                     continue
                 with self.lane.work():
                     review_idle(drafter, requests, budgets, due.get(key), view_of)
                     if key not in planned:
-                        reviews.append((key, drafter.reviewed(rows)))
+                        reviews.append((key, partial(drafter.reviewed, rows)))
                         continue
                     shape = replayed(drafter.prepare(requests, budgets, view_of), session, drafter)
                     turns.append(_Turn(key, drafter, graphs.numbers(key, shape.budgets, len(rows)), shape))
@@ -109,8 +111,8 @@ class ReplayedTurns:
 
         with self.lane.work("draft" if any(each.arrived is None for each in turns) else ""):
             ids = graphs.run((roster.law, len(rows), tuple(each.name for each in turns)), rows, turn)
-            for key, review in reviews:
-                tell(key, review)
+            for key, fetch in reviews:
+                tell(key, fetch())
         self.lane.mark()
         return ids[: len(slots)]
 

@@ -114,10 +114,10 @@ def test_reviews_come_home_with_the_drafts_and_without():
     review = unpack_proposal(*packet, 3).review
     assert drafter.idle == [11] and review.tokens.tolist() == [1] * 4
     assert torch.equal(review.gain, torch.tensor([2.0, 1.0, 5.0, 5.0]) / 7)
-    review = turns.review(drafter, 0, requests, [0, 0], packed, Session, [True, True])
+    review = turns.fetch(0, turns.review(drafter, 0, requests, [0, 0], packed, Session, [True, True]))
     assert drafter.idle == [12, 11] and review.tokens.tolist() == [2] * 4
     assert torch.equal(review.gain, torch.tensor([2.0, 1.0, 5.0, 5.0]) / 7)
-    assert turns.review(Counting(), 0, requests, [0, 0], packed, Session, None) is None
+    assert turns.fetch(0, turns.review(Counting(), 0, requests, [0, 0], packed, Session, None)) is None
 
 
 def test_lanes_wait_for_each_other_in_both_directions(monkeypatch):
@@ -126,6 +126,12 @@ def test_lanes_wait_for_each_other_in_both_directions(monkeypatch):
     packed = pack_view(state().view(graphs.rows([2, 1])))
     requests = [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
     AwayTurns(graphs, home).propose(Counting(), 0, requests, [3, 2], packed, Session)
+    assert waits == [("draft", "home"), ("home", "draft")]
+    waits.clear()
+    turns, drafter = AwayTurns(graphs, home), Reviewing()
+    found = turns.review(drafter, 0, requests, [0, 0], packed, Session, [True, True])
+    assert waits == [("draft", "home")], "the target's device drafts meanwhile"
+    turns.fetch(0, found)
     assert waits == [("draft", "home"), ("home", "draft")]
 
 
