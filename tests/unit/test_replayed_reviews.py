@@ -10,9 +10,10 @@ import pytest
 import torch
 from tapes import play
 from test_reviews import SAMPLED, Listener
-from zoo import GREEDY, P4, prompts, shared, tiny
+from zoo import GREEDY, P4, Fixed, prompts, shared, tiny
 
 import hf_psd
+from hf_psd.drafters.model import ModelDrafter
 from hf_psd.drafters.prompt_lookup import PromptLookup
 from hf_psd.drafters.reviewer import Reviewer
 from hf_psd.phases import Request
@@ -184,3 +185,12 @@ def test_graphs_keep_no_model_alive(monkeypatch, far):
     del target, drafter
     gc.collect()
     assert [model() for model in alive] == [None, None]
+
+
+def test_a_drafter_with_a_name_of_its_own_is_known_by_its_number_too(graphs):
+    graphs()
+    drafter = ModelDrafter(models()[0], 0)
+    drafter.name = "mine"
+    for others in ([], ["prompt_lookup"]):
+        _, stats = run(True, "greedy", "sd", Fixed((len(others),)), drafters=[*others, drafter])
+        assert [by.drafted > 0 for by in stats.by_drafter] == [False] * len(others) + [True]
