@@ -46,7 +46,7 @@ class TapeGraph(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def capture(graph, pool=None, stream=None):
+def capture(graph, **settings):
     """Stands for `torch.cuda.graph`."""
     with graph:
         yield
