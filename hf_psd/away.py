@@ -57,7 +57,10 @@ class AwayTurns:
 
             def turn() -> tuple[torch.Tensor, torch.Tensor | None]:
                 proposal = drafter.propose(unpack_view(rows, arrived, width), budget, shape)
-                return pack_proposal(replace(proposal, review=drafter.reviewed(rows)))
+                ids, scores = pack_proposal(replace(proposal, review=drafter.reviewed(rows)))
+                # Fetched by another lane, so not left to the memory that graphs share.
+                here = self.lane.device
+                return self._copy("ids", ids, here), None if scores is None else self._copy("scores", scores, here)
 
             name = (session.law, key, drafter.signature, size, shape.width, shape.depth)
             ids, scores = self.graphs.run(name, rows, turn)
@@ -116,8 +119,8 @@ class AwayTurns:
         return rows, arrived, view_of
 
     def _copy(self, name: Hashable, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The source's values in a buffer of that name that graphs read; each shape and dtype has its own."""
-        key = (name, source.shape, source.dtype)
+        """The source's values in a buffer of that name that graphs use; each shape and dtype has its own."""
+        key = (name, source.shape, source.dtype, device)
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(source, device=device)
         return self._buffers[key].copy_(source, non_blocking=True)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from .attention import FAST
 from .config import PSDConfig
 from .drafters.base import Drafter, Session
-from .graphs import signature
+from .graphs import captures, signature
 from .hooks import StepContext, StepHookList
 from .ledger import Ledger
 from .loop import StepLoop, signed
@@ -231,6 +231,7 @@ def may_graph(
         "the target is not on CUDA": device.type != "cuda",
         "the target is split over several devices": len(set(getattr(model, "hf_device_map", {}).values())) > 1,
         "the target does not run on the fast attention route": implementation_of(model) != FAST,
+        "the target has 8-bit layers, for which the host waits": not captures(model),
         **further,
         "a drafter takes part whose work cannot be captured": not all(drafter.capturable for drafter in drafters),
     }

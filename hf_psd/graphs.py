@@ -18,6 +18,11 @@ Look = Callable[[Rows, torch.Tensor, torch.Tensor], None]
 """Takes the rows of a forward, its logits [R, T, V] and the positions [R, T] that it fed, negative for no token."""
 
 
+def captures(model: torch.nn.Module) -> bool:
+    """Whether a model's forwards can be captured: 8-bit layers of bitsandbytes look for outliers on the host."""
+    return not any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
+
+
 def bucket(rows: int) -> int:
     """The group size a graph is captured for: the smallest bucket that holds `rows`."""
     return next((size for size in _BUCKETS if size >= rows), rows)
@@ -77,7 +82,7 @@ class StepGraphs:
         return self._numbers[key]
 
     def held(self, name: Hashable, values: torch.Tensor) -> torch.Tensor:
-        """[R, C] values in a buffer of that name that graphs read, [size, C]; rows past R keep what they held."""
+        """[R, C] values in a buffer of that name that graphs use, [size, C]; rows past R keep what they held."""
         key = (name, bucket(values.shape[0]), values.shape[1], values.dtype)
         if key not in self._held:
             self._held[key] = values.new_zeros(key[1:3])
@@ -120,7 +125,8 @@ class StepGraphs:
     def run(self, key: Hashable, rows: Rows, function: Callable[[], Any]) -> Any:
         """Replays the graph of `function` for `key`, capturing it on first use; returns its output buffers.
 
-        Call it inside the lane's `work()`. The outputs are overwritten by the next replay of the same key.
+        Call it inside the lane's `work()`. The outputs lie in memory that any graph of this lane may overwrite: use
+        them on this lane and before its next replay, or let `function` copy them to `held` buffers.
         """
         if key not in self._captured:
             self._captured[key] = self._capture(rows, function)

@@ -70,7 +70,7 @@ class ReplayedTurns:
             packed = None
             if any(self._is_away(key) for key, _ in everyone):
                 name = ("view", None if board is None else board.key, len(rows))
-                packed = graphs.run(name, rows, lambda: pack_view(roster.view(state, rows)))
+                packed = graphs.run(name, rows, lambda: graphs.held("view", pack_view(roster.view(state, rows))))
         self.lane.mark()
 
         def view_of(index: list[int]) -> View:

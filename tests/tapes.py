@@ -48,8 +48,16 @@ class TapeGraph(TorchDispatchMode):
 @contextlib.contextmanager
 def capture(graph, **settings):
     """Stands for `torch.cuda.graph`."""
-    with graph:
-        yield
+    capturing.append(graph)
+    try:
+        with graph:
+            yield
+    finally:
+        capturing.pop()
+
+
+capturing: list[TapeGraph] = []
+"""The capture that is under way, if any."""
 
 
 def play(patch, far=(), far_captures=True):

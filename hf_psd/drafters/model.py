@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ..graphs import StepGraphs
+from ..graphs import StepGraphs, captures
 from ..packing import pack_view, unpack_view
 from ..phases import Request
 from ..reviews import Review
@@ -36,6 +36,7 @@ class ModelDrafter(Drafter):
         self._model, self.key = weakref.ref(model), key
         self.name = self._label
         self.device = input_device(model)
+        self.capturable = captures(model)
         self._runner: ModelRunner | None = None
         self._reviewer: Reviewer | None = None
 
@@ -64,7 +65,7 @@ class ModelDrafter(Drafter):
         self._sampler = session.sampler.on(self.device)
         assert self.model is not None
         self._runner = session.space.runner_for(self.model, self.key)
-        self.capturable = self._runner.fast
+        self.capturable = self._runner.fast and captures(self.model)
         if session.reviewing:
             self._reviewer = Reviewer(session, self.key, self._sampler, self.device)
 

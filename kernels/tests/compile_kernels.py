@@ -26,8 +26,14 @@ TYPES = {
 }  # fmt: skip
 
 
-def build(kernel, capability: int, dtype: str, warps: int, unit_strides: tuple[str, ...] = (), **constants):
-    """Compiles one variant; pointers and sizes count as divisible by 16, `unit_strides` are the constant 1."""
+def build(
+    kernel, capability: int, dtype: str, warps: int, unit_strides: tuple[str, ...] = (), drafts: str | None = None,
+    **constants,
+):  # fmt: skip
+    """Compiles one variant; pointers and sizes count as divisible by 16, `unit_strides` are the constant 1.
+
+    `drafts`: dtype of the draft's logits, where it is not the target's.
+    """
     constants |= dict.fromkeys(unit_strides, 1)
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -35,7 +41,7 @@ def build(kernel, capability: int, dtype: str, warps: int, unit_strides: tuple[s
             signature[name] = "constexpr"
             continue
         fallback = "*fp32" if name.endswith("_ptr") else "i32"
-        signature[name] = TYPES.get(name, fallback).format(f=dtype)
+        signature[name] = TYPES.get(name, fallback).format(f=drafts if drafts and name == "draft_ptr" else dtype)
         if name.endswith("_ptr") or name in ("vocab", "draft_vocab"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -48,16 +54,13 @@ def variants(capability: int, everything: bool):
         for law, unit in product((1, 2, 0), (16, 1)) if everything else ((1, 16), (2, 1)):
             flags = {"LAW": law, "HAS_POINT": True, "HAS_SEED": True, "UNIT": unit, "SPLITS": 32}
             flags["EARLY"] = capability >= 90
-            one = ("target_v", "draft_v")
-            yield (
-                f"scan {dtype} law {law} unit {unit}",
-                build(verify_scan.verify_scan_kernel, capability, dtype, 4, one, **flags, BLOCK=2048),
-            )
             rest = {"HAS_DRAFT": True, "LENGTH": 16, "RACE_SPLITS": 64, "BLOCK": 2048}
-            yield (
-                f"decide {dtype} law {law} unit {unit}",
-                build(verify_decide.verify_decide_kernel, capability, dtype, 4, one, **flags, **rest),
-            )
+            # The step loop keeps the scores of drafts in fp32 whatever the models are in.
+            for drafts in (dtype, "fp32") if dtype != "fp32" else (dtype,):
+                given = (capability, dtype, 4, ("target_v", "draft_v"), drafts)
+                name = f"{dtype} and {drafts} law {law} unit {unit}"
+                yield f"scan {name}", build(verify_scan.verify_scan_kernel, *given, **flags, BLOCK=2048)
+                yield f"decide {name}", build(verify_decide.verify_decide_kernel, *given, **flags, **rest)
         for greedy in (False, True)[: 2 if everything else 1]:
             flags = {"GREEDY": greedy, "UNIT": 16, "SPLITS": 64}
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,12 @@ def ran(folders) -> dict:
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)], ids=["T4", "A100"])
 def test_every_cell_runs_on_a_gpu(folders, capability, dtype, monkeypatch):
     """With the dtype that the cells choose for such a GPU; texts may part there, and the cells say where."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    real = torch.cuda.get_device_capability
+
+    def told(*device):  # the cells alone: kernels must be compiled for the GPU that is there
+        return capability if sys._getframe(1).f_globals.get("__name__") == "__main__" else real(*device)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", told)
     names = run(folders)
     assert (names["device"], names["dtype"], names["target"].dtype) == ("cuda", dtype, dtype)
     assert all(drafter.accepted > 0 for drafter in names["stats"].by_drafter)

@@ -359,10 +359,15 @@ def test_rejection_sampling_across_two_devices_follows_the_law():
 
 
 def test_half_precision_runs_and_accepts_a_copy():
-    target = tiny().cuda().bfloat16()
-    out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], psd={"mode": "sd"}, **GREEDY)
-    assert out.shape == (4, 47)
-    assert hf_psd.last_stats().acceptance > 0.8
+    """Sampling at temperature 1 as well, where the kernels get the models' own logits."""
+    for dtype in (torch.bfloat16, torch.float16):
+        target = tiny().cuda().to(dtype)
+        for sampling in ({}, {"do_sample": True, "top_k": 0}):
+            for graphs in (False, True):
+                settings = GREEDY | sampling | {"psd": {"mode": "sd", "cuda_graphs": graphs}}
+                out = target.generate(**batch("cuda"), assistant_models=[copy.deepcopy(target)], **settings)
+                assert out.shape == (4, 47)
+                assert hf_psd.last_stats().acceptance > 0.8
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ def verify_scan_kernel(
     wide = row.to(tl.int64)
     if is_draft:
         inverse = tl.div_rn(1.0, temperature)
-        source = draft_ptr + wide * (draft_r * UNIT) + before.to(tl.int64) * (draft_t * UNIT)
+        # A name of its own: drafts may have another dtype, and a name cannot have two.
+        draft = draft_ptr + wide * (draft_r * UNIT) + before.to(tl.int64) * (draft_t * UNIT)
         last = tl.minimum(first + tiles * BLOCK, draft_vocab)
-        tl.store(part_ptr + cell, scan_logsumexp(source, draft_v, first, last, inverse, BLOCK))
+        tl.store(part_ptr + cell, scan_logsumexp(draft, draft_v, first, last, inverse, BLOCK))
     else:
         source = target_ptr + wide * (target_r * UNIT) + place.to(tl.int64) * (target_t * UNIT)
         last = tl.minimum(first + tiles * BLOCK, vocab)
