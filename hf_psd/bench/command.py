@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", type=Path, default=Path("hf-psd-bench.json"), help="results file [%(default)s]")
     how.add_argument("--psd", nargs="+", default=[], metavar="NAME=VALUE", help="more PSDConfig fields for our modes")
     how.add_argument("--plans", action="store_true", help="add what hf_psd.explain says of each auto point (slow)")
-    how.add_argument("--commit", help="recorded where git cannot tell it")
+    how.add_argument("--commit", help="recorded instead of what git says")
     how.add_argument("--no-plots", action="store_true", help="write no pictures")
     how.add_argument("--no-bar", action="store_true", help="show no progress bar")
 

@@ -117,7 +117,7 @@ class Results:
         settings: of the run.
 
     Attributes:
-        commit: recorded where git cannot tell it.
+        commit: recorded instead of what git says, where it is given.
     """
 
     def __init__(self, path: Path, settings: Settings):
@@ -166,7 +166,7 @@ class Results:
         Raises:
             ValueError: the stored rows are from other devices.
         """
-        found = found | {"commit": found["commit"] or self.commit}
+        found = found | {"commit": self.commit or found["commit"]}
         stored = {name: value for name, value in self.environment.items() if name != "resumed"}
         if not stored:
             self.environment = found

@@ -353,7 +353,8 @@ class TestResults:
         results.note_environment(here)
         results.note_environment(here)
         assert results.environment == {"devices": ["H200"], "commit": "abc"}
-        results.note_environment({"devices": ["H200"], "commit": "def"})
+        results.commit = "def"
+        results.note_environment({"devices": ["H200"], "commit": "what git says"})
         assert results.environment["resumed"] == [{"devices": ["H200"], "commit": "def"}]
         with pytest.raises(ValueError, match="measured on H200, this is T4"):
             results.note_environment({"devices": ["T4"], "commit": "abc"})
