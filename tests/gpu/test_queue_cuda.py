@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -13,7 +12,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from test_engine_cuda import needs_two_devices, noisy, tiny, wide
+from transformers import LlamaForCausalLM
 
 import hf_psd
 from hf_psd import ContinuousBatchingManager, Timeline
@@ -36,32 +36,6 @@ LOTS = random.Random(3)
 PROMPTS = [[LOTS.randrange(3, 64) for _ in range(LOTS.choice([1, 2, 7, 20, 45]))] for _ in range(REQUESTS)]
 LENGTHS = [LOTS.choice([1, 3, 12, 25, 40]) for _ in range(REQUESTS)]
 MODES = ("ar", "sd", "psd")
-
-
-def tiny(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.5,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def noisy(model: LlamaForCausalLM, scale: float) -> LlamaForCausalLM:
-    drafter, generator = copy.deepcopy(model), torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
-    return drafter
 
 
 @functools.cache
@@ -245,23 +219,6 @@ def test_the_loop_never_waits_for_a_device():
             queue.stop()
 
 
-def wide(layers: int, seed: int) -> LlamaForCausalLM:
-    """Large enough for its graphs to take longer than launching them, small enough to leave room beside them."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def overlap_on(device: str) -> float:
     big, small = wide(32, 0).cuda(), wide(10, 1).to(device)
     relay, timeline = Relay(), Timeline()
@@ -292,15 +249,6 @@ def test_drafting_and_verifying_overlap_on_one_device():
 def test_drafting_and_verifying_overlap_on_two_devices():
     if not needs_two_devices():
         assert overlap_on("cuda:1") > 0.3
-
-
-def needs_two_devices() -> bool:
-    if torch.cuda.device_count() > 1:
-        return False
-    if "pytest" in globals():
-        pytest.skip("needs two CUDA devices")
-    print("skipped: needs two CUDA devices")
-    return True
 
 
 if __name__ == "__main__":
