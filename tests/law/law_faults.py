@@ -142,8 +142,8 @@ def late_choice(patch) -> None:
         ]
         return store(state, rows, chosen, vocab_size)
 
-    store = roster._store
-    patch.setattr(roster, "_store", store_chosen)
+    store = roster.store
+    patch.setattr(roster, "store", store_chosen)
 
 
 def greedy_draft(patch) -> None:
