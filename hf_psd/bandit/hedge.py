@@ -72,10 +72,15 @@ class ExponentialWeights(BaseSelector[LossTable]):
 
     def probabilities(self, context: Hashable = None) -> list[float]:
         """Probability of each arm at the next free choice; 0 for retired arms."""
-        return self._spread(self._chances(self._table(context)))
+        return self._spread(self._chances(self._table(context)) if self._active else [])
 
     def _rate(self, rounds: float) -> float:
         raise NotImplementedError
+
+    @property
+    def _rivals(self) -> int:
+        """Arms in play, at least 1: rewards of earlier pulls still land when the last arm has been retired."""
+        return max(1, len(self._active))
 
     def _decide(self, table: LossTable) -> int:
         chances = self._chances(table)
@@ -180,7 +185,7 @@ class Hedge(ExponentialWeights):
         self.review_every = check_integer("review_every", review_every, 0)
 
     def _rate(self, rounds: float) -> float:
-        return math.sqrt(8.0 * math.log(len(self._active)) / max(rounds, 1.0))
+        return math.sqrt(8.0 * math.log(self._rivals) / max(rounds, 1.0))
 
 
 class Exp3(ExponentialWeights):
@@ -193,5 +198,5 @@ class Exp3(ExponentialWeights):
     name: ClassVar[str] = "exp3"
 
     def _rate(self, rounds: float) -> float:
-        n_arms = len(self._active)
+        n_arms = self._rivals
         return math.sqrt(2.0 * math.log(n_arms) / (n_arms * max(rounds, 1.0)))

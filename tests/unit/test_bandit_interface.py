@@ -214,6 +214,21 @@ def test_context_key_buckets_group_sizes():
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_rewards_still_land_when_every_arm_is_retired(name):
+    selector = bandit.make(name, 2, seed=0)
+    first, second = selector.select(), selector.select()
+    for arm in range(2):
+        selector.retire(arm)
+    selector.update(first, 0.5)
+    selector.update(second, 0.1)
+    selector.update_all([0.2, 0.3])
+    assert not any(getattr(selector, "probabilities", lambda: [])())
+    assert sum(selector.stats()["pulls"]) == 2
+    selector.revive(1)
+    assert selector.select() == 1
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_retired_arm_is_never_selected(name):
     selector = bandit.make(name, n_arms=3, seed=0, min_dwell=4)
     flying = selector.select()
