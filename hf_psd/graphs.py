@@ -137,13 +137,15 @@ class StepGraphs:
     def _capture(self, rows: Rows, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Callable[[], Any], Any]:
         wanted = rows.slots.clone()
         rows.slots.fill_(self.idle_slot)  # what a warm-up commits must belong to nobody
-        for _ in range(_WARM_UPS):
-            function()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may meanwhile do what a capture forbids: requests are added to a queue from anywhere.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.lane.stream, capture_error_mode="thread_local"):
-            outputs = function()
-        rows.slots.copy_(wanted)
+        try:
+            for _ in range(_WARM_UPS):
+                function()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may meanwhile do what a capture forbids: requests are added to a queue from anywhere.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.lane.stream, capture_error_mode="thread_local"):
+                outputs = function()
+        finally:
+            rows.slots.copy_(wanted)
         return graph, function, outputs
 
 

@@ -102,17 +102,32 @@ class ReplayedTurns:
             if board is not None and review is not None:
                 board.add(rows, key, review)
 
+        asked: list[_Turn] = []
+
         def turn() -> torch.Tensor:
-            view = roster.view(state, rows)
-            proposals = [(each.key, each.propose(view, session.limits.gamma)) for each in turns]
+            view, proposals = roster.view(state, rows), []
+            for each in turns:
+                asked[:] = [each]
+                proposals.append((each.key, each.propose(view, session.limits.gamma)))
+            asked.clear()
             for key, proposal in proposals:
                 tell(key, proposal.review)
             return store(state, rows, proposals, session.vocab_size)
 
         with self.lane.work("draft" if any(each.arrived is None for each in turns) else ""):
-            ids = graphs.run((roster.law, len(rows), tuple(each.name for each in turns)), rows, turn)
+            while True:
+                try:
+                    ids = graphs.run((roster.law, len(rows), tuple(each.name for each in turns)), rows, turn)
+                    break
+                except Exception as error:
+                    if not asked:
+                        raise
+                    failed = asked.pop()
+                    roster.retire(failed.key, f"{type(error).__name__}: {error}")
+                    turns[:] = [each for each in turns if each is not failed]
             for key, fetch in reviews:
-                tell(key, fetch())
+                with roster.retiring(key):
+                    tell(key, fetch())
         self.lane.mark()
         return ids[: len(slots)]
 

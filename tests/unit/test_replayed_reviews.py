@@ -194,3 +194,24 @@ def test_a_drafter_with_a_name_of_its_own_is_known_by_its_number_too(graphs):
     for others in ([], ["prompt_lookup"]):
         _, stats = run(True, "greedy", "sd", Fixed((len(others),)), drafters=[*others, drafter])
         assert [by.drafted > 0 for by in stats.by_drafter] == [False] * len(others) + [True]
+
+
+@pytest.mark.parametrize("far", [(), (0,)])
+@pytest.mark.parametrize("part", ["propose", "reviewed"])
+def test_a_drafter_that_raises_in_a_captured_turn_is_retired(graphs, monkeypatch, part, far):
+    class Broken(ModelDrafter):
+        pass
+
+    def breaks(*args):
+        raise MemoryError("none left")
+
+    arguments = P4() | GREEDY | dict(max_new_tokens=20)
+    text = shared("llama").generate(**arguments)
+    graphs(far)
+    drafters = [Broken(models()[0], 0), models()[1]]
+    monkeypatch.setattr(Broken, part, breaks)
+    psd = dict(mode="sd", gamma=2, selector="hedge:review_every=1", cuda_graphs=True)
+    with pytest.warns(UserWarning, match="retired for this call: MemoryError: none left"):
+        out = shared("llama").generate(**arguments, assistant_models=drafters, psd=psd)
+    assert torch.equal(out, text) and len(hf_psd.last_stats().errors) == 1
+    assert hf_psd.last_stats().by_drafter[1].drafted > 0
