@@ -58,9 +58,9 @@ class AwayTurns:
             def turn() -> tuple[torch.Tensor, torch.Tensor | None]:
                 proposal = drafter.propose(unpack_view(rows, arrived, width), budget, shape)
                 ids, scores = pack_proposal(replace(proposal, review=drafter.reviewed(rows)))
-                # Fetched by another lane, so not left to the memory that graphs share.
-                here = self.lane.device
-                return self._copy("ids", ids, here), None if scores is None else self._copy("scores", scores, here)
+                # Fetched by another lane, so not left to the memory that graphs share, nor to the next drafter here.
+                ids = self._copy(("ids", key), ids, self.lane.device)
+                return ids, None if scores is None else self._copy(("scores", key), scores, self.lane.device)
 
             name = (session.law, key, drafter.signature, size, shape.width, shape.depth)
             ids, scores = self.graphs.run(name, rows, turn)

@@ -42,15 +42,27 @@ def found(races: Races) -> list[str]:
     return [race for race in races.found if not any(place in race for place in HARMLESS)]
 
 
-def decode(mode, law, far, graphs, monkeypatch) -> list[str]:
+def decode(mode, law, far, graphs, monkeypatch, selector=None, tokens=16) -> list[str]:
     races, drafters = watch(monkeypatch, far, graphs)
     settings, verification = LAWS[law]
-    psd = dict(selector=Listener(3, 4), gamma=3, mode=mode, seed=4, cuda_graphs=graphs, **verification)
+    psd = dict(selector=selector or Listener(3, 4), gamma=3, mode=mode, seed=4, cuda_graphs=graphs, **verification)
     with races:
-        shared("llama").generate(**P4(), **settings | dict(max_new_tokens=16), assistant_models=drafters, psd=psd)
+        shared("llama").generate(**P4(), **settings | dict(max_new_tokens=tokens), assistant_models=drafters, psd=psd)
     assert not hf_psd.last_stats().errors
     hf_psd.release()
     return found(races)
+
+
+@pytest.mark.parametrize("law", ["greedy", "rejection"])
+def test_drafters_that_share_a_far_device_overwrite_nothing_of_each_other(law, monkeypatch):
+    class Shared(Listener):
+        """Every other row is drafted for by the second drafter."""
+
+        def plan(self, requests, arms, gamma):
+            super().plan(requests, arms, gamma)
+            return [(key, [gamma * (row % 2 == key) for row in range(len(requests))]) for key in (0, 1)]
+
+    assert decode("sd", law, (0, 1), True, monkeypatch, Shared(), tokens=8) == []
 
 
 CASES = [
