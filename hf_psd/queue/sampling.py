@@ -77,6 +77,8 @@ class MixedSampler(Sampler):
             try:
                 drawn, its_scores, bad = law.draw(_take(logits, at), part, step, vocab_size)
             except Exception:  # the processors will raise again in the verification, which ends these requests
+                if self.seating.only is not None:
+                    raise
                 continue
             if at is None:
                 return drawn, scores if its_scores is None else its_scores, bad
@@ -105,6 +107,8 @@ class MixedSampler(Sampler):
                     _take(logits, at), _take(draft_ids, at), part, _take(draft_scores, at), _take(point_mass, at)
                 )
             except Exception as error:
+                if self.seating.only is not None:  # a graph would go on without it
+                    raise
                 self.seating.failures.update(dict.fromkeys(numbers, error))
                 continue
             if at is None:

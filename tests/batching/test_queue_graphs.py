@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +15,7 @@ from hf_psd.graphs import StepGraphs
 from hf_psd.hooks import StepHook
 from hf_psd.lanes import Lane
 from hf_psd.queue.engine import QueueEngine
-from hf_psd.queue.sampling import MixedSampler, Seating
+from hf_psd.queue.sampling import MixedSampler, RequestSampler, Seating
 from hf_psd.queue.space import PagedWorkspace
 from hf_psd.roster import Roster
 from hf_psd.state import SequenceState
@@ -159,6 +160,27 @@ def test_a_captured_law_stays_though_the_desk_has_forgotten_it(captured, monkeyp
         pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     assert [len(found) for found in laws.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("part", ["draw", "judge"])
+def test_a_law_that_fails_in_a_capture_is_heard_of(captured, monkeypatch, part):
+    def breaks(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory for scores")
+
+    queue = hf_psd.ContinuousBatchingManager(target(), drafters("noisy"), kv_memory=2**20, **zoo.GREEDY)
+    monkeypatch.setattr(RequestSampler, part, breaks)
+    names = queue.add_requests(PROMPTS[:2], max_new_tokens=6)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            queue.step()
+    results = [queue.get_result(name, timeout=0) for name in names]
+    queue.stop(hard_stop=True)
+    if part == "judge":
+        assert all(isinstance(result.exception, torch.OutOfMemoryError) for result in results)
+    else:
+        assert [result.generated_tokens for result in results] == [plain(p, max_new_tokens=6) for p in PROMPTS[:2]]
+        assert "no memory for scores" in str(warned[0].message)
 
 
 def test_a_greedy_step_needs_no_scores_though_others_that_are_seated_do():
