@@ -13,6 +13,8 @@ from .runner import PIECE_TOKENS, ModelRunner, Rows, upload
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _WIDTHS = (16, 64, 128, 256, 512)
 _WARM_UPS = 2
+_MOST_GRAPHS = 512
+"""A lane keeps no more graphs than that: every new temperature, say, needs some."""
 
 Look = Callable[[Rows, torch.Tensor, torch.Tensor], None]
 """Takes the rows of a forward, its logits [R, T, V] and the positions [R, T] that it fed, negative for no token."""
@@ -46,21 +48,21 @@ class StepGraphs:
         lane: where the graphs are captured and replayed. Graphs that run at the same time need lanes of their own:
             those captured on one stream share a cuBLAS workspace.
         idle_slot: a slot no request owns; it fills groups up to their bucket, and all of a warm-up's rows.
+
+    Attributes:
+        captured: number of graphs captured so far.
     """
 
     def __init__(self, lane: Lane, idle_slot: int):
         self.lane, self.idle_slot = lane, idle_slot
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], Any], Any]] = {}
+        """Least recently replayed first."""
+        self.captured = 0
         self._rows: dict[tuple[str, int], Rows] = {}
         self._fed: dict[tuple[int, int], torch.Tensor] = {}
         self._numbers: dict[Hashable, torch.Tensor] = {}
         self._held: dict[Hashable, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
-
-    @property
-    def captured(self) -> int:
-        """Number of graphs captured so far."""
-        return len(self._captured)
 
     def rows(self, slots: Sequence[int], purpose: str = "") -> Rows:
         """The slots in a buffer that graphs read, filled up with the idle slot; valid until the next call for the same
@@ -114,10 +116,11 @@ class StepGraphs:
             fed[0, : len(slots), :count] = ids[:, piece]
             fed[1, : len(slots), :count] = positions[:, piece]
 
-            def forward(fed: torch.Tensor = fed) -> Any:
+            def forward(fed: torch.Tensor = fed) -> None:
                 kept = 1 if look is None else 0
                 logits = runner.forward(rows, fed[0], fed[1], runner.cache.capacity, logits_to_keep=kept).logits
-                return look(rows, logits, fed[1]) if look is not None else logits
+                if look is not None:
+                    look(rows, logits, fed[1])
 
             self.run(("feed", name, size, width), rows, forward)
             start += width
@@ -126,11 +129,17 @@ class StepGraphs:
         """Replays the graph of `function` for `key`, capturing it on first use; returns its output buffers.
 
         Call it inside the lane's `work()`. The outputs lie in memory that any graph of this lane may overwrite: use
-        them on this lane and before its next replay, or let `function` copy them to `held` buffers.
+        them on this lane and before its next replay, or let `function` copy them to `held` buffers. Later captures
+        find no place in that memory, so `function` should return no more than is needed.
         """
-        if key not in self._captured:
-            self._captured[key] = self._capture(rows, function)
-        graph, _, outputs = self._captured[key]
+        found = self._captured.pop(key, None)
+        if found is None:
+            while len(self._captured) >= _MOST_GRAPHS:
+                del self._captured[next(iter(self._captured))]
+            found = self._capture(rows, function)
+            self.captured += 1
+        self._captured[key] = found
+        graph, _, outputs = found
         graph.replay()
         return outputs
 

@@ -180,10 +180,10 @@ class StepLoop:
                 key = (law, self.roster.keys, len(rows), width, scored)
                 # What a graph keeps must not keep the target alive, as this object may.
                 verifier, capacity = self.verifier, self.space.limits.capacity
-                packet, judgement = graphs.run(key, rows, lambda: verifier(rows, width, capacity))
+                packet, kept = graphs.run(key, rows, lambda: verifier(rows, width, capacity)[0]), None
             else:
                 packet, judgement = self.verifier(rows, width, max(request.most for request in requests) + width)
-            kept = judgement if self.keep_scores else None
+                kept = judgement if self.keep_scores else None
             self.ring.push(Verification(self.step, requests, width, kept), packet)
         self.lane.mark()
         for request, (likely_source, _) in zip(requests, pending):

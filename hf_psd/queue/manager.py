@@ -177,7 +177,7 @@ class ContinuousBatchingManager:
 
     @property
     def captured(self) -> int:
-        """CUDA graphs that the open queue holds."""
+        """CUDA graphs that the open queue has captured, since it was last widened."""
         return 0 if self._worker.engine is None else self._worker.engine.space.captured
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **kwargs: Any) -> list[str]:
