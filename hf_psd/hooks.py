@@ -27,8 +27,8 @@ class StepContext:
         gamma: the most drafts a row can have.
         plan: who drafts how much; `before_draft` hooks may set it.
         due: rows to be reviewed by drafters that do not draft for them; `before_draft` hooks may set it.
-        drafts: [R, T - 1] int64 on the device in `after_draft` and `before_verify`, -1 where there is none. Later steps
-            may write there.
+        drafts: [R, T - 1] int64 on the device in `after_draft` and `before_verify`, -1 where there is none. Later
+            steps may write there.
         width: T, the tokens per row that the verification feeds.
         emitted: in `on_commit`, the new tokens of each request.
         drafted: in `on_commit`, how many drafts each request had.

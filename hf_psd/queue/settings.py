@@ -143,15 +143,18 @@ class SettingsDesk:
         return Settings(law, capturable, rules, rules.eos_ids, int(pad) if pad is not None else 0)
 
     def _law(self, processors: LogitsProcessorList, do_sample: bool, seed: int) -> tuple[Sampler, Hashable | None]:
+        seed = seed if do_sample else self.seed
         pipeline = ProcessorPipeline(processors, input_device(self.model), batch_size=1)
         known = signature(pipeline.processors)
         key = None if known is None or pipeline.exact_only else (known, do_sample, self.verification, seed)
         if key is None or not _shareable(processors):
             return RequestSampler(pipeline, do_sample, self.verification, seed), None
+        # To capture graphs for one request alone takes longer than they save: a seed of its own must come twice.
+        common = seed == self.seed or key in self._laws
         if key not in self._laws:
             _forget_if_many(self._laws)
             self._laws[key] = RequestSampler(pipeline, do_sample, self.verification, seed)
-        return self._laws[key], key
+        return self._laws[key], key if common else None
 
     def _check(self, ids: torch.Tensor) -> None:
         if ids.shape[1] == 0:

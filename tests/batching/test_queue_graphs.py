@@ -162,6 +162,18 @@ def test_a_captured_law_stays_though_the_desk_has_forgotten_it(captured, monkeyp
     assert [len(found) for found in laws.values()] == [1, 1]
 
 
+@pytest.mark.parametrize(("sampled", "seeds", "graphs"), [(False, 4, 1), (True, 4, 0), (True, 2, 2)])
+def test_a_seed_of_one_request_alone_has_no_graphs_of_its_own(captured, sampled, seeds, graphs):
+    own = [dict(seed=number % seeds, do_sample=sampled, max_new_tokens=5) for number in range(4)]
+    settings = dict(max_batch_size=1, pad_token_id=0, eos_token_id=None)
+    psd = dict(mode="sd", verification="coupled", seed=9)
+    out = hf_psd.generate_batch(target(), PROMPTS[:4], drafters("noisy"), psd=psd, requests=own, **settings)
+    for number, (prompt, result) in enumerate(zip(PROMPTS, out.values())):
+        alone = coupled(prompt, number % seeds, 0, max_new_tokens=5) if sampled else plain(prompt, max_new_tokens=5)
+        assert result.error is None and result.generated_tokens == alone
+    assert len(laws(captured)) == graphs
+
+
 @pytest.mark.parametrize("part", ["draw", "judge"])
 def test_a_law_that_fails_in_a_capture_is_heard_of(captured, monkeypatch, part):
     def breaks(*args, **kwargs):
