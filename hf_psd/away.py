@@ -48,24 +48,26 @@ class AwayTurns:
         """
         width = session.limits.capacity
         self.lane.follow(self.home)
-        with self.lane.work("draft"):
-            rows, arrived, view_of = self._arrive(requests, packed, width)
-            size = len(rows)
-            review_idle(drafter, requests, budgets, due, view_of)
-            shape = replayed(drafter.prepare(requests, budgets, view_of), session, drafter)
-            budget = self.graphs.numbers(key, shape.budgets, size)
+        try:
+            with self.lane.work("draft"):
+                rows, arrived, view_of = self._arrive(requests, packed, width)
+                size = len(rows)
+                review_idle(drafter, requests, budgets, due, view_of)
+                shape = replayed(drafter.prepare(requests, budgets, view_of), session, drafter)
+                budget = self.graphs.numbers(key, shape.budgets, size)
 
-            def turn() -> tuple[torch.Tensor, torch.Tensor | None]:
-                proposal = drafter.propose(unpack_view(rows, arrived, width), budget, shape)
-                ids, scores = pack_proposal(replace(proposal, review=drafter.reviewed(rows)))
-                # Fetched by another lane, so not left to the memory that graphs share, nor to the next drafter here.
-                ids = self._copy(("ids", key), ids, self.lane.device)
-                return ids, None if scores is None else self._copy(("scores", key), scores, self.lane.device)
+                def turn() -> tuple[torch.Tensor, torch.Tensor | None]:
+                    proposal = drafter.propose(unpack_view(rows, arrived, width), budget, shape)
+                    ids, scores = pack_proposal(replace(proposal, review=drafter.reviewed(rows)))
+                    # Fetched by another lane, so not left to the memory that graphs share, nor to the next drafter.
+                    ids = self._copy(("ids", key), ids, self.lane.device)
+                    return ids, None if scores is None else self._copy(("scores", key), scores, self.lane.device)
 
-            name = (session.law, key, drafter.signature, size, shape.width, shape.depth)
-            ids, scores = self.graphs.run(name, rows, turn)
-        self.lane.mark()
-        self.home.follow(self.lane)
+                name = (session.law, key, drafter.signature, size, shape.width, shape.depth)
+                ids, scores = self.graphs.run(name, rows, turn)
+        finally:  # `packed` is about to be overwritten, also where the drafter has failed
+            self.lane.mark()
+            self.home.follow(self.lane)
         with self.home.work():
             ids = self._copy(("ids", key), ids, self.home.device)
             if scores is not None:
@@ -87,14 +89,18 @@ class AwayTurns:
         It stays on the drafter's device until it is fetched, so that the target's device can draft meanwhile.
         """
         self.lane.follow(self.home)
-        with self.lane.work("draft"):
-            rows, _, view_of = self._arrive(requests, packed, session.limits.capacity)
-            review_idle(drafter, requests, budgets, due, view_of)
-            review = drafter.reviewed(rows)
-            if review is None:
-                return None
-            found = self._copy(("found", key), pack_review(review), self.lane.device)
-        self.lane.mark()
+        found = None
+        try:
+            with self.lane.work("draft"):
+                rows, _, view_of = self._arrive(requests, packed, session.limits.capacity)
+                review_idle(drafter, requests, budgets, due, view_of)
+                review = drafter.reviewed(rows)
+                if review is not None:
+                    found = self._copy(("found", key), pack_review(review), self.lane.device)
+        finally:
+            self.lane.mark()
+            if found is None:
+                self.home.follow(self.lane)
         return found
 
     def fetch(self, key: int, found: torch.Tensor | None) -> Review | None:

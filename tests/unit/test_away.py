@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -132,6 +133,27 @@ def test_lanes_wait_for_each_other_in_both_directions(monkeypatch):
     found = turns.review(drafter, 0, requests, [0, 0], packed, Session, [True, True])
     assert waits == [("draft", "home")], "the target's device drafts meanwhile"
     turns.fetch(0, found)
+    assert waits == [("draft", "home"), ("home", "draft")]
+
+
+@pytest.mark.parametrize("kind", ["propose", "review", "silent"])
+def test_the_packed_state_is_not_overwritten_while_a_drafter_that_failed_still_reads_it(monkeypatch, kind):
+    class Failing(Counting):
+        def prepare(self, requests, budgets, view_of):
+            raise MemoryError
+
+        def review_idle(self, requests, view_of):
+            if kind == "review":
+                raise MemoryError
+
+    graphs, waits = PlainGraphs(), []
+    turns = AwayTurns(graphs, Lane(CPU, "home"))
+    monkeypatch.setattr(Lane, "follow", lambda lane, other: waits.append((lane.name, other.name)))
+    packed = pack_view(state().view(graphs.rows([2, 1])))
+    requests = [Request(0, 2, 0, 3, 12), Request(1, 1, 1, 2, 12)]
+    call = turns.propose if kind == "propose" else turns.review
+    with contextlib.nullcontext() if kind == "silent" else pytest.raises(MemoryError):
+        assert call(Failing(), 0, requests, [3, 2], packed, Session, None) is None
     assert waits == [("draft", "home"), ("home", "draft")]
 
 
