@@ -61,6 +61,8 @@ class Races(TorchDispatchMode):
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
         self._histories: dict[int, _History] = {}
         self._lanes: dict[int, int] = {0: 0}
+        self._kept: list[Lane] = []
+        """Every lane seen, so that none gets the id of another."""
         self._names = ["caller"]
         self._clocks = [numpy.zeros(64, numpy.int32)]
         self._marks: dict[int, Any] = {}
@@ -76,7 +78,7 @@ class Races(TorchDispatchMode):
             self._lanes[id(lane)] = len(self._clocks)
             self._names.append(f"{lane.name} {lane.device}")
             self._clocks.append(numpy.zeros(64, numpy.int32))
-            self._kept = [*getattr(self, "_kept", []), lane]  # so that no other lane gets its id
+            self._kept.append(lane)
         return self._lanes[id(lane)]
 
     def _join(self, into: int, clock: Any) -> None:
@@ -133,16 +135,14 @@ class Races(TorchDispatchMode):
         kwargs = kwargs or {}
         lane = self._stack[-1]
         self._clocks[lane][lane] += 1
-        known = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = str(func).rsplit(".", 1)[0]
         if not name.startswith(_TOUCH_NOTHING):
             self._inputs(func, name, args, kwargs, lane)
         out = func(*args, **kwargs)
-        storages = {
-            leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
+        storages = {leaf.untyped_storage().data_ptr() for leaf in given}
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
+            if isinstance(leaf, torch.Tensor):
                 pointer = leaf.untyped_storage().data_ptr()
                 if pointer not in storages and leaf.untyped_storage().nbytes():
                     self._alive[pointer] = leaf.untyped_storage()

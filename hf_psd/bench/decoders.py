@@ -205,7 +205,7 @@ class OurDecoder:
         return Counts(
             stats.target_forwards,
             stats.tokens_per_forward,
-            stats.draft_forwards or sum(by.forwards for by in stats.by_drafter),
+            stats.draft_forwards,
             stats.drafted,
             stats.accepted,
             stats.mode,

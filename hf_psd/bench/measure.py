@@ -14,7 +14,7 @@ from .clocks import TokenClock, decode_rate, median, percentiles
 from .decoders import Counts, Decoder
 from .profiles import OURS
 from .rows import Row, digest_rows
-from .spans import draft_ms, full, steady, typical_ms, verify_ms
+from .spans import draft_ms, full, steady, typical_ms
 
 _KEPT_SPANS = 160
 
@@ -110,7 +110,7 @@ def fill_row(row: Row, found: Measurement, seconds: list[float]) -> None:
         row.spans = [
             (lane, kind, round(start, 3), round(end, 3)) for lane, kind, start, end in found.spans[:_KEPT_SPANS]
         ]
-        row.draft_ms, row.verify_ms = draft_ms(found.spans), verify_ms(found.spans)
+        row.draft_ms, row.verify_ms = draft_ms(found.spans), typical_ms(found.spans, "verify")
         row.draft_full_ms, row.verify_full_ms = (typical_ms(full(found.spans), kind) for kind in ("draft", "verify"))
         row.target_idle = target_idle(found.spans, found.spans)
         row.target_idle_steady = target_idle(found.spans, steady(found.spans))

@@ -63,8 +63,8 @@ class Tally:
 
     @classmethod
     def of(cls, stats: QueueStats) -> Tally:
-        drafts = stats.draft_forwards or sum(by.forwards for by in stats.by_drafter)
-        return cls(stats.target_forwards, stats.rounds, stats.emitted, drafts, stats.drafted, stats.accepted)
+        forwards, drafts = stats.target_forwards, stats.draft_forwards
+        return cls(forwards, stats.rounds, stats.emitted, drafts, stats.drafted, stats.accepted)
 
 
 class QueuedDecoder:

@@ -36,11 +36,6 @@ def typical_ms(spans: Sequence[Span], kind: str) -> float | None:
     return median(lengths) if lengths else None
 
 
-def verify_ms(spans: Sequence[Span]) -> float | None:
-    """Median milliseconds of a verification; None if there is none."""
-    return typical_ms(spans, "verify")
-
-
 def draft_ms(spans: Sequence[Span]) -> float | None:
     """Milliseconds of drafting per verification; None if either is missing."""
     drafting, verifications = merged(spans, "draft"), sum(span.kind == "verify" for span in spans)

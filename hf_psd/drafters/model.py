@@ -36,7 +36,7 @@ class ModelDrafter(Drafter):
         self._model, self.key = weakref.ref(model), key
         self.name = self._label
         self.device = input_device(model)
-        self.capturable = captures(model)
+        self.capturable = self._captures = captures(model)
         self._runner: ModelRunner | None = None
         self._reviewer: Reviewer | None = None
 
@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
         self._sampler = session.sampler.on(self.device)
         assert self.model is not None
         self._runner = session.space.runner_for(self.model, self.key)
-        self.capturable = self._runner.fast and captures(self.model)
+        self.capturable = self._captures and self._runner.fast
         if session.reviewing:
             self._reviewer = Reviewer(session, self.key, self._sampler, self.device)
 

@@ -65,7 +65,7 @@ def test_every_cell_runs_on_a_gpu(folders, capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", told)
     names = run(folders)
     assert (names["device"], names["dtype"], names["target"].dtype) == ("cuda", dtype, dtype)
-    assert sum(drafter.accepted for drafter in names["stats"].by_drafter) > 0
+    assert names["stats"].by_drafter[-1].accepted > 0  # random text repeats nothing that prompt lookup could find
     assert [len(result.generated_tokens) > 0 for result in names["results"].values()] == [True] * 8
 
 

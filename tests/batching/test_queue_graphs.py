@@ -101,19 +101,25 @@ def test_a_widened_queue_gives_its_graphs_up(captured):
     assert texts == {"req_0": plain(PROMPTS[0], max_new_tokens=40), "req_1": plain(long, max_new_tokens=9)}
 
 
-def test_buffers_are_replaced_only_when_all_lanes_rest(captured, monkeypatch):
-    happened, entered = [], []
-    work, mark, widen = Lane.work, Lane.mark, SequenceState.widen
+@pytest.fixture
+def entered(monkeypatch):
+    """Names of the lanes whose work is being enqueued."""
+    names, work = [], Lane.work
 
     @contextmanager
     def working(lane, kind=""):
-        entered.append(lane.name)
+        names.append(lane.name)
         with work(lane, kind):
             yield
-        entered.pop()
+        names.pop()
 
-    monkeypatch.setattr(Lane, "wait", lambda lane: happened.append(f"wait for {lane.name}"))
     monkeypatch.setattr(Lane, "work", working)
+    return names
+
+
+def test_buffers_are_replaced_only_when_all_lanes_rest(captured, entered, monkeypatch):
+    happened, mark, widen = [], Lane.mark, SequenceState.widen
+    monkeypatch.setattr(Lane, "wait", lambda lane: happened.append(f"wait for {lane.name}"))
     monkeypatch.setattr(Lane, "mark", lambda lane: (happened.append(f"mark {lane.name}"), mark(lane)))
     monkeypatch.setattr(
         SequenceState, "widen", lambda state, width: (happened.append(f"widen on {entered}"), widen(state, width))
@@ -127,18 +133,8 @@ def test_buffers_are_replaced_only_when_all_lanes_rest(captured, monkeypatch):
     assert out["req_1"].generated_tokens == plain(long, max_new_tokens=4)
 
 
-def test_drafters_make_their_buffers_on_the_lane_that_uses_them(monkeypatch):
-    entered, seen = [], []
-    work, opening = Lane.work, Roster.open
-
-    @contextmanager
-    def working(lane, kind=""):
-        entered.append(lane.name)
-        with work(lane, kind):
-            yield
-        entered.pop()
-
-    monkeypatch.setattr(Lane, "work", working)
+def test_drafters_make_their_buffers_on_the_lane_that_uses_them(entered, monkeypatch):
+    seen, opening = [], Roster.open
     monkeypatch.setattr(Roster, "open", lambda roster, session: (seen.append(list(entered)), opening(roster, session)))
     hf_psd.generate_batch(target(), PROMPTS[:1], ["prompt_lookup"], max_new_tokens=2, **zoo.GREEDY)
     assert seen == [["target"]]
